@@ -177,6 +177,8 @@ def quantize(
     number, (qmin, qmax) = partial(_constant, dtype=_F32), quantization.range
     zero = shift = multiplier = None
     if scale is not None:
+        if any(isinstance(size, int) and size > 1 for size in scale.shape):
+            raise ValueError("a scale for each block has no program of ONNX; pass a scale of one element")
         s = op.Reshape(scale, _integers(1))
         if zero_point is not None:
             shift = _cast(op.Reshape(zero_point, _integers(1)), _I32, _F32)

@@ -271,15 +271,29 @@ def check_given(
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor for per='tensor', got {type(tensor).__name__}; {cure}")
         _check_kind(name, tensor, dtype, cure)
-        if tensor.numel() != 1:
+        if tensor.numel() != 1 and (name == "zero_point" or quantization.computes_zero_point):
             raise ValueError(f"{name} must have one element, got shape {list(tensor.shape)}; {cure}")
+        if tensor.numel() != 1 and not _of_blocks(tensor.shape, x.shape):
+            raise ValueError(
+                f"{name} must have one element, or a size for each dimension of {x_name} that divides it, "
+                f"{list(x.shape)}, got shape {list(tensor.shape)}; {cure}, or a scale for each of equal blocks"
+            )
         check_device(name, tensor, x, x_name, cure)
         if in_memory:
             check_memory(name, tensor)
-    if in_memory and scale is not None and scale.device.type == "cpu" and not 0 < scale.item() < math.inf:
-        raise ValueError(f"scale must be greater than 0 and finite, got {scale.item()}; it is the value of one step")
+    if in_memory and scale is not None and scale.device.type == "cpu":
+        for value in (scale.amin().item(), scale.amax().item()) if scale.numel() > 1 else scale.flatten().tolist():
+            if not 0 < value < math.inf:
+                raise ValueError(f"scale must be greater than 0 and finite, got {value}; it is the value of one step")
     if in_memory and zero_point is not None and zero_point.device.type == "cpu" and abs(zero_point.item()) >= MOST:
         raise ValueError(f"zero_point must lie between -2^30 and 2^30, got {zero_point.item()}; it is what a 0 becomes")
+
+
+def _of_blocks(scales: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether scales of this shape are those of equal blocks of a tensor of that one."""
+    if len(scales) != len(shape):
+        return False
+    return all(whole == size or (size > 0 and whole % size == 0) for size, whole in zip(scales, shape, strict=True))
 
 
 def replaced(quantization: Quantization, names: dict[str, str], **changes: Any) -> Quantization:

@@ -70,8 +70,8 @@ class Quantization:
 
     #: One of torch.int8, uint8, float8_e4m3fn and float8_e5m2.
     dtype: torch.dtype
-    #: The numbers that share a scale. With "tensor" there is one scale, which the caller gives; with "row" each row
-    #: has one; with a number each group of as many elements of a row.
+    #: The numbers that share a scale. With "tensor" the caller gives one scale, or one for each block; with "row" each
+    #: row has one; with a number each group of as many elements of a row.
     per: str | int = "row"
     #: With 128, this is added to what is stored (uint8). With "after" or "before" a zero point is computed from the
     #: least and the greatest value, and added after or before rounding; for per="tensor" the caller gives it.

@@ -19,7 +19,7 @@ from fusednorm.compat.flashinfer import fused_add_rmsnorm, gemma_fused_add_rmsno
 from fusednorm.operations import gate
 from fusednorm.operations.norm_gated import check_group_size
 from fusednorm.operations.quantize import quantize, silu_and_mul_quant
-from fusednorm.quantizations import SGLANG_FP8_BLOCK, SGLANG_FP8_TOKEN, VLLM_FP8_STATIC
+from fusednorm.quantizations import SGLANG_FP8_BLOCK, SGLANG_FP8_BLOCK_UE8M0, SGLANG_FP8_TOKEN, VLLM_FP8_STATIC
 
 __all__ = [
     "fused_add_rmsnorm",
@@ -87,14 +87,15 @@ def sgl_per_token_group_quant_8bit(
     """Quantizes groups of rows, with scales of [rows, N / group_size], any strides: :func:`fusednorm.quantize`.
 
     The formula is that of version 2 of the kernel, which SGLang takes for groups of 16, 32, 64 and 128; ``eps`` is the
-    least amax. With ``fuse_silu_and_mul`` it quantizes ``silu(gate) * up`` of an input of [rows, 2 * N], of which each
-    of both is rounded to the input's dtype: :func:`fusednorm.silu_and_mul_quant`.
+    least amax. With ``scale_ue8m0`` scales are rounded up to powers of two. With ``fuse_silu_and_mul`` it quantizes
+    ``silu(gate) * up`` of an input of [rows, 2 * N], of which each of both is rounded to the input's dtype:
+    :func:`fusednorm.silu_and_mul_quant`.
 
     Raises:
-        ValueError: scales that are powers of two, ``masked_m``, or version 1 of the kernel are asked for.
+        ValueError: ``masked_m``, scales packed into int32, or version 1 of the kernel are asked for.
     """
     given = {
-        "scale_ue8m0": scale_ue8m0,
+        "packed scales": scale_ue8m0 and output_s.dtype == torch.int32,
         "masked_m": masked_m is not None,
         "enable_v2=False": enable_v2 is False,
         f"output_q of {str(output_q.dtype)[6:]}": output_q.dtype != torch.float8_e4m3fn,
@@ -104,7 +105,8 @@ def sgl_per_token_group_quant_8bit(
             raise ValueError(f"sgl_per_token_group_quant_8bit does not support {name}; call sgl_kernel's own for it")
     check_group_size(group_size, output_q.shape[-1], "pass a divisor, or pad the rows")
     names = {"amax_floor": "eps", "qmin": "fp8_min", "qmax": "fp8_max"}
-    quantization = replaced(SGLANG_FP8_BLOCK, names, per=group_size, amax_floor=eps, qmin=fp8_min, qmax=fp8_max)
+    preset = SGLANG_FP8_BLOCK_UE8M0 if scale_ue8m0 else SGLANG_FP8_BLOCK
+    quantization = replaced(preset, names, per=group_size, amax_floor=eps, qmin=fp8_min, qmax=fp8_max)
     if fuse_silu_and_mul:
         silu_and_mul_quant(input, quantization=quantization, out=output_q, scale_out=output_s)
     else:

@@ -18,6 +18,8 @@ what it multiplies.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -220,22 +222,27 @@ def scaled_fp8_quant(
 ) -> tuple[Tensor, Tensor]:
     """Quantizes to float8, into ``output`` or a new tensor: :func:`fusednorm.quantize`.
 
-    The scale is returned as it is given, or it is computed: [1] for all rows, or, ``use_per_token_if_dynamic``, [rows,
+    The scale is returned as it is given, for all elements or for blocks of ``group_shape`` [rows, columns], of which
+    -1 is all: (1, -1) are rows, (-1, 1) columns; a scale of two dimensions tells its blocks itself. Or the scale is
+    computed: [1] for all rows, or, ``use_per_token_if_dynamic``, [rows,
     1] for rows, with ``scale_ub`` as :func:`rms_norm_dynamic_per_token_quant` takes it. The results have
     ``num_token_padding`` rows at least; those beyond ``input`` are uninitialised.
 
     Raises:
-        ValueError: ``group_shape`` is not None or (-1, -1), and asks for several given scales.
+        ValueError: ``scale`` does not have the shape that ``group_shape`` asks for, or none is given beside it.
     """
-    if group_shape not in (None, (-1, -1)):
-        raise ValueError(f"group_shape must be None or (-1, -1), got {group_shape}; a given scale is one for all rows")
+    if group_shape is not None and scale is None and tuple(group_shape) != (-1, -1):
+        raise ValueError(
+            f"group_shape is {tuple(group_shape)}, and no scale is given; leave it out, or pass the scales"
+        )
     rows = input.shape[0]  # len() is a constant for torch.export
     if output is None:
         output = input.new_empty((max(num_token_padding or 0, rows), *input.shape[1:]), dtype=torch.float8_e4m3fn)
     elif num_token_padding is not None:
         raise ValueError("num_token_padding does not go with output; leave one of them out")
     if scale is not None:
-        quantize.quantize(input, VLLM_FP8_STATIC, scale=scale, out=output[:rows])
+        of_blocks = _of_blocks(scale, input, group_shape)
+        quantize.quantize(input, VLLM_FP8_STATIC, scale=of_blocks, out=output[:rows])
     elif use_per_token_if_dynamic:
         scale = input.new_empty((output.shape[0], 1), dtype=torch.float32)
         quantize.quantize(input, _limited(VLLM_FP8_TOKEN, scale_ub), out=output[:rows], scale_out=scale[:rows])
@@ -259,6 +266,27 @@ def scaled_int8_quant(
         return values, scale, azp
     values, scales, *zero_points = quantize.quantize(input, quantization)
     return values, scales.reshape(-1, 1), zero_points[0].reshape(-1, 1) if zero_points else None
+
+
+def _of_blocks(scale: Tensor, input: Tensor, group_shape: tuple[int, int] | None) -> Tensor:
+    """Given scales with a size for each of both dimensions. ``group_shape``: the rows and columns of a block."""
+    if not isinstance(scale, Tensor):
+        return scale
+    if group_shape is None:
+        if scale.dim() == 1 and scale.numel() != 1:
+            raise ValueError(
+                f"scale has shape {list(scale.shape)}, which may be of rows or of columns; pass group_shape, (1, -1) "
+                "or (-1, 1)"
+            )
+        return scale
+    whole, sizes = input.shape[-2:], group_shape
+    blocks = [1 if size == -1 else -(-n // size) if size > 0 else 0 for n, size in zip(whole, sizes, strict=True)]
+    if list(scale.shape) != blocks and not (scale.dim() < 2 and 1 in blocks and scale.numel() == math.prod(blocks)):
+        raise ValueError(
+            f"scale must have shape {blocks} for group_shape={tuple(group_shape)} and an input of {list(whole)}, got "
+            f"{list(scale.shape)}"
+        )
+    return scale.reshape(blocks)
 
 
 def _limited(quantization: Quantization, scale_ub: Tensor | None) -> Quantization:

@@ -54,12 +54,16 @@ def quantized(y, quantization, scale=None, zero_point=None):
     """The bytes, [..., N], the scales, [..., groups] or the given one, and the zero points or None."""
     q = quantization
     group = q.group(y.shape[-1])
+    blocks = None
+    if scale is not None and scale.numel() != 1:  # each element's own scale, by its place
+        places = [np.arange(whole) * size // whole for whole, size in zip(y.shape, scale.shape, strict=True)]
+        blocks, group = to_numpy(scale)[np.ix_(*places)].reshape(-1), 1
     v = to_numpy(y).astype(np.float32).reshape(-1, group)
     qmin, qmax = (np.float32(number) for number in q.range)
     points = np.zeros(len(v), np.int64)
     factor = None
     if scale is not None:
-        s = np.full(len(v), to_numpy(scale).item(), np.float32)
+        s = blocks if blocks is not None else np.full(len(v), to_numpy(scale).item(), np.float32)
         if zero_point is not None:
             points[:] = to_numpy(zero_point).item()
     else:

@@ -203,6 +203,23 @@ def test_scales_are_rounded_up_to_powers_of_two(mode, agree):
 
 
 @pytest.mark.promise("same bits")
+@pytest.mark.left_out("triton_cpu")
+@pytest.mark.parametrize("shape", [(6, 1), (1, 384), (6, 3), (2, 3), (6, 384), (2, 1)])
+def test_given_scales_of_blocks(mode, agree, shape):
+    """Rows, columns, groups, blocks, elements, and blocks of whole rows; alone, after a norm, and after a gate."""
+    scale = 2.0 ** torch.linspace(-9, 3, math.prod(shape)).reshape(shape) * 1.1
+    for dtype, name in ((BF16, "VLLM_FP8_STATIC"), (F64, "VLLM_INT8_STATIC"), (F32, "VLLM_INT8_STATIC_CPU")):
+        quantization = PRESETS[name]
+        y, residual, weight = operands(Case(6, 384, data="outliers").of(dtype))
+        check_alone(agree, y, quantization, f"{shape}", scale=scale)
+        check_after_norm(agree, (y, None, weight), quantization, f"{shape}", scale=scale)
+        check_after_norm(agree, (y, residual, weight), quantization, f"{shape}", scale=scale)
+        wanted = oracle_quantized.silu_and_mul_quant(y, residual, quantization, scale=scale)
+        found = fusednorm.silu_and_mul_quant(y, residual, quantization=quantization, scale=scale)
+        compare(agree, found, wanted, quantization, f"{shape} after a gate")
+
+
+@pytest.mark.promise("same bits")
 @pytest.mark.parametrize("how", ["after", "before"])
 def test_computed_zero_points(mode, agree, how):
     """Halves, in rows whose scale is 1; scales so small that zero points are limited; scales of 0."""

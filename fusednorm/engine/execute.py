@@ -559,7 +559,7 @@ def quantize(x: Tensor, quantizing: Quantizing, norm: Norm | None = None) -> tup
         flags = check_flags(flags, x, residual, None, residual_out)
     operation = operation_of(x, residual, weight, flags)
     backend = whole_of(operation, Step("quantize", quantization))
-    if backend is None:
+    if backend is None or (is_given(quantization) and cast(Tensor, scale).numel() != 1):  # kernels take one scale
         return None
     given = [t for t in (out, scale_out, zero_point_out, normed_out, residual_out) if t is not None]
     scale_rows = zero_point_rows = None

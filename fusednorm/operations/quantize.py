@@ -63,8 +63,9 @@ def quantize(
     Args:
         y: [..., N], float16, bfloat16, float32 or float64, any strides. float64 is rounded to float32 first.
         quantization: how; :mod:`fusednorm.quantizations` has presets. Its groups must divide N.
-        scale: float32, one element, greater than 0, for ``per="tensor"``; else None. On a GPU its value is not looked
-            at, because that would wait for the GPU.
+        scale: float32, greater than 0, for ``per="tensor"``; else None. One element; or one for each block of y, as
+            [rows, 1] for rows, [1, N] for columns, [rows, N / 128] or [rows / 128, N / 128]: as many dimensions as y
+            has, and each size divides y's. On a GPU its value is not looked at, because that would wait for the GPU.
         zero_point: int32, one element, between -2^30 and 2^30, for ``per="tensor"`` with ``zero_point`` "after" or
             "before"; else None. Its value too is not looked at on a GPU.
         out: [..., N] of the quantization's dtype, to write the numbers to.

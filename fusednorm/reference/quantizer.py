@@ -13,6 +13,8 @@ from fusednorm.calls.quantization import FLOAT8, MOST
 from fusednorm.reference.norm import at_least, constant, divided, within
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from fusednorm.calls.quantization import Quantization
@@ -26,15 +28,17 @@ def quantized(
     Args:
         y: [..., N], float16, bfloat16, float32 or float64.
         quantization: how; its groups divide N.
-        scale: one float32 number for ``per="tensor"``, else None.
+        scale: float32 for ``per="tensor"``, else None: one number, or as many in each dimension as divide y's.
         zero_point: one int32 number for ``per="tensor"`` with ``zero_point`` "after" or "before", else None.
     """
     group = quantization.group(y.shape[-1])
+    if scale is not None and scale.numel() != 1:
+        group = y.shape[-1] // scale.shape[-1]
     v = y.to(torch.float32).reshape(*y.shape[:-1], y.shape[-1] // group, group)
     qmin, qmax = quantization.range
     zero = multiplier = None
     if scale is not None:
-        s = scale.reshape(()).expand(v.shape[:-1])
+        s = of_groups(scale, v.shape[:-1])
         if zero_point is not None:
             zero = zero_point.reshape(()).expand(v.shape[:-1])
     elif quantization.computes_zero_point:
@@ -60,6 +64,15 @@ def quantized(
     returned = multiplier if quantization.returns == "multiplier" and multiplier is not None else s
     computed = [] if scale is not None else [returned] if zero is None else [returned, zero]
     return found, *computed
+
+
+def of_groups(scale: Tensor, shape: Sequence[int]) -> Tensor:
+    """Given scales, each repeated for the groups of its block: of this shape, [..., groups]."""
+    if scale.numel() == 1:
+        return scale.reshape(()).expand(shape)
+    for dim, groups in enumerate(shape):
+        scale = scale.repeat_interleave(groups // max(scale.shape[dim], 1), dim)
+    return scale
 
 
 def greatest_magnitude(v: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ The import of this module registers the rules. It takes about two seconds if not
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -241,6 +242,12 @@ def _numbers(arguments: Sequence[Any]) -> Sequence[bool]:
     return True, computed > 0, computed > 1
 
 
+def _of_blocks(operands: Mapping[str, DTensorSpec]) -> int:
+    """All dimensions stay on one rank if blocks of them have given scales; else the last one."""
+    scale = operands.get("scale")
+    return 1 if scale is None or math.prod(scale.shape) == 1 else operands["y"].ndim
+
+
 _NORM = {"x": Role.ROWS, "residual": Role.ROWS, "weight": Role.WEIGHT}
 _OUTPUTS = {"out": Role.ROWS, "residual_out": Role.ROWS}
 _GRADIENTS = {"h": Role.ROWS, "dy": Role.ROWS, "d_residual_out": Role.ROWS, "rstd": Role.NUMBERS, "weight": Role.WEIGHT}
@@ -250,6 +257,6 @@ _register("rms_norm_", _Rule(_NORM, written=("x", "residual")))
 _register("into", _Rule(_NORM | _OUTPUTS, written=("out", "residual_out")))
 _register("add", _Rule(_NORM), static_argnum=2)
 _register("backward", _Rule(_GRADIENTS, [*_NORM.values()], lambda arguments: arguments[10]), static_argnum=6)
-_register("quantize", _Rule(_QUANTIZED, [Role.ROWS] * 3, _numbers), static_argnum=1)
+_register("quantize", _Rule(_QUANTIZED, [Role.ROWS] * 3, _numbers, _of_blocks), static_argnum=1)
 for _operator in DECLARED.values():
     register_declared(_operator.declaration)

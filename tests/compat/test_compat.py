@@ -167,8 +167,12 @@ def test_vllm_fp8(dtype):
     assert values is output
     assert found is one
     same_bytes(values, fp8(wide * (1 / one)))
-    with pytest.raises(ValueError, match=r"group_shape must be None or \(-1, -1\), got \(1, 128\)"):
+    with pytest.raises(ValueError, match=r"scale must have shape \[6, 2\] for group_shape=\(1, 128\)"):
         vllm.scaled_fp8_quant(x, one, group_shape=(1, 128))
+    with pytest.raises(ValueError, match=r"group_shape is \(1, 128\), and no scale is given"):
+        vllm.scaled_fp8_quant(x, group_shape=(1, 128))
+    with pytest.raises(ValueError, match="may be of rows or of columns; pass group_shape"):
+        vllm.scaled_fp8_quant(x, torch.ones(6))
     with pytest.raises(ValueError, match="num_token_padding does not go with output"):
         vllm.scaled_fp8_quant(x, one, 9, output=output)
 
@@ -203,8 +207,42 @@ def test_sgl_kernel_fp8(dtype):
     sgl_kernel.sgl_per_token_group_quant_8bit(x, values, found, 128, 1e-10, -448.0, 448.0)
     same(found, (amax * (1 / torch.tensor(448.0))).squeeze(-1))
     same_bytes(values, fp8((groups * (448 / amax)).view(6, 256)))
-    with pytest.raises(ValueError, match="does not support scale_ue8m0; call sgl_kernel's own"):
-        sgl_kernel.sgl_per_token_group_quant_8bit(x, values, found, 128, 1e-10, -448.0, 448.0, True)
+    with pytest.raises(ValueError, match="does not support enable_v2=False; call sgl_kernel's own"):
+        sgl_kernel.sgl_per_token_group_quant_8bit(x, values, found, 128, 1e-10, -448.0, 448.0, enable_v2=False)
+
+
+@dtypes
+@pytest.mark.parametrize(
+    ("group_shape", "shape"),
+    [((1, -1), [6]), ((-1, 1), [256]), ((1, -1), [6, 1]), ((-1, 1), [1, 256]), ((1, 128), [6, 2]), ((3, 64), [2, 4])],
+)
+def test_vllm_fp8_of_blocks(dtype, group_shape, shape):
+    """vLLM's kernel for given scales: a multiplication by the reciprocal of the element's scale."""
+    x = torch.randn(6, 256).to(dtype)
+    scale = torch.rand(shape) + 0.01
+    rows, columns = (whole if size == -1 else size for size, whole in zip(group_shape, x.shape, strict=True))
+    spread = scale.view(6 // rows, 256 // columns).repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+    values, found = vllm.scaled_fp8_quant(x, scale, group_shape=group_shape)
+    assert found is scale
+    same_bytes(values, fp8(x.float() * (1 / spread)))
+    if len(shape) == 2:
+        same_bytes(vllm.scaled_fp8_quant(x, scale)[0], values)
+
+
+@dtypes
+def test_sglang_powers_of_two(dtype):
+    """SGLang's and DeepGEMM's rounding of a scale: by its exponent and its mantissa."""
+    x = torch.randn(6, 256).to(dtype)
+    groups = x.float().view(6, 2, 128)
+    amax = groups.abs().amax(-1, keepdim=True).clamp(min=torch.tensor(1e-10))
+    exponent = (amax * (1 / torch.tensor(448.0))).frexp()
+    powers = torch.ldexp(torch.ones(()), exponent.exponent - (exponent.mantissa == 0.5).int())
+    values, found = torch.empty(6, 256, dtype=torch.float8_e4m3fn), torch.empty(2, 6).T
+    sgl_kernel.sgl_per_token_group_quant_8bit(x, values, found, 128, 1e-10, -448.0, 448.0, True)
+    same(found, powers.squeeze(-1))
+    same_bytes(values, fp8((groups / powers).view(6, 256)))
+    with pytest.raises(ValueError, match="does not support packed scales; call sgl_kernel's own"):
+        sgl_kernel.sgl_per_token_group_quant_8bit(x, values, found.int(), 128, 1e-10, -448.0, 448.0, True)
 
 
 @dtypes

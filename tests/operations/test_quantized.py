@@ -46,6 +46,25 @@ def same(found, wanted):
         (lambda: quantize(X[0, 0], TOKEN), ValueError, r"y must be \[..., N\] with N of at least 1"),
         (lambda: quantize(X[:, :100], BLOCK), ValueError, "groups of 64 elements, which do not divide rows of 100"),
         (lambda: quantize(X, TOKEN, scale=ONE), TypeError, "scale is given, and dtype=int8 .* has none to be given"),
+        (
+            lambda: quantize(X, STATIC, scale=torch.ones(6, 7)),
+            ValueError,
+            r"one element, or a size for each dimension of y that divides it, \[6, 128\], got shape \[6, 7\]",
+        ),
+        (lambda: quantize(X, STATIC, scale=torch.ones(6)), ValueError, r"divides it, \[6, 128\], got shape \[6\]"),
+        (
+            lambda: quantize(X, STATIC, scale=torch.ones(0, 1)),
+            ValueError,
+            r"divides it, \[6, 128\], got shape \[0, 1\]",
+        ),
+        (lambda: quantize(X, STATIC, scale=-torch.eye(6, 128)), ValueError, "and finite, got -1.0; it is the value"),
+        (
+            lambda: quantize(
+                X, replace(STATIC, dtype=I8, zero_point="after"), scale=torch.ones(6, 1), zero_point=torch.ones(1).int()
+            ),
+            ValueError,
+            "scale must have one element, got shape",
+        ),
         (lambda: quantize(X, STATIC), TypeError, "scale must be a torch.Tensor for per='tensor', got NoneType"),
         (lambda: quantize(X, STATIC, scale=ONE * 0), ValueError, "scale must be greater than 0 and finite, got 0.0"),
         (lambda: quantize(X, STATIC, scale=-ONE), ValueError, "scale must be greater than 0 and finite, got -1.0"),
