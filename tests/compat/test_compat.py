@@ -236,7 +236,7 @@ def test_sglang_powers_of_two(dtype):
     groups = x.float().view(6, 2, 128)
     amax = groups.abs().amax(-1, keepdim=True).clamp(min=torch.tensor(1e-10))
     exponent = (amax * (1 / torch.tensor(448.0))).frexp()
-    powers = torch.ldexp(torch.ones(()), exponent.exponent - (exponent.mantissa == 0.5).int())
+    powers = torch.ldexp(torch.ones_like(amax), exponent.exponent - (exponent.mantissa == 0.5).int())
     values, found = torch.empty(6, 256, dtype=torch.float8_e4m3fn), torch.empty(2, 6).T
     sgl_kernel.sgl_per_token_group_quant_8bit(x, values, found, 128, 1e-10, -448.0, 448.0, True)
     same(found, powers.squeeze(-1))

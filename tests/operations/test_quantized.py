@@ -274,6 +274,7 @@ def test_every_field_changes_results():
         "returns": (Quantization(I8, apply="ratio"), Quantization(I8, apply="ratio", returns="multiplier")),
         "qmin": (Quantization(I8), Quantization(I8, qmin=-100)),
         "qmax": (Quantization(I8), Quantization(I8, qmax=100)),
+        "round_scale": (Quantization(I8), Quantization(I8, round_scale=UP)),
     }
     assert changes.keys() == {field.name for field in fields(Quantization)} - {"layout"}
     for name, (one, other) in changes.items():
@@ -384,6 +385,21 @@ FORMULAS = {
     "DEEPGEMM_FP8_BLOCK": lambda y: blocks(
         y, lambda v: inverting(v, v.float().abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448.0)
     ),
+    "VLLM_FP8_BLOCK_UE8M0": lambda y: blocks(
+        y,
+        lambda v: dividing(
+            v, ue8m0((v.float().abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448.0).clamp(min=1e-10))
+        ),
+    ),
+    "DEEPGEMM_FP8_BLOCK_UE8M0": lambda y: blocks(
+        y, lambda v: inverting(v, ue8m0(v.float().abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448.0))
+    ),
+    "SGLANG_FP8_BLOCK_UE8M0": lambda y: blocks(
+        y,
+        lambda v: dividing(
+            v, ue8m0(v.float().abs().amax(-1, keepdim=True).clamp(min=1e-10) * (1 / torch.tensor(448.0)))
+        ),
+    ),
     "VLLM_FP8_TENSOR": lambda y: inverting(y, y.float().abs().amax(-1, keepdim=True) / 448.0),
     "SGLANG_FP8_TOKEN": lambda y: inverting(y, y.float().abs().amax(-1, keepdim=True) / 448.0),
     "SGLANG_FP8_BLOCK": lambda y: blocks(y, sglang),
@@ -395,6 +411,12 @@ FORMULAS = {
 
 def dividing(v, scale):
     return scale, v.float() / scale
+
+
+def ue8m0(scale):
+    """The owners' formula, of normal numbers."""
+    mantissa, exponent = scale.frexp()
+    return torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
 
 
 def inverting(v, scale):
