@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from numbers import Integral
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Size, Tensor
@@ -91,6 +91,10 @@ class RMSNorm(torch.nn.RMSNorm):
             Face's Llama.
     """
 
+    #: The function that computes the rows, and its flags, with the values that need not be shown.
+    _function = "rms_norm"
+    _flags: ClassVar[dict[str, Any]] = {"weight_offset": 0.0, "round_norm": False}
+
     def __init__(
         self,
         normalized_shape: int | Sequence[int] | Size,
@@ -126,8 +130,8 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def extra_repr(self) -> str:
         """The arguments as torch.nn.RMSNorm shows them, and fusednorm's own where they are not the default."""
-        added = [f"weight_offset={self.weight_offset}"] if self.weight_offset else []
-        added += ["round_norm=True"] if self.round_norm else []
+        given = {name: getattr(self, name) for name in self._flags}
+        added = [f"{name}={value!r}" for name, value in given.items() if value != self._flags[name]]
         return ", ".join([super().extra_repr(), *added])
 
     def _eps(self, x: Tensor) -> float:
@@ -143,7 +147,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
         """For :func:`fusednorm.contract`: the functions that rows of this dtype are passed to, and their arguments."""
-        return [("rms_norm", {"eps": self.eps, "weight_offset": self.weight_offset, "round_norm": self.round_norm})]
+        return [(self._function, {name: getattr(self, name) for name in ("eps", *self._flags)})]
 
 
 class AddRMSNorm(RMSNorm):
@@ -154,6 +158,9 @@ class AddRMSNorm(RMSNorm):
     Args:
         round_sum: normalise the sum after it is rounded to the residual's dtype (True), or before (False).
     """
+
+    _function = "fused_add_rms_norm"
+    _flags: ClassVar[dict[str, Any]] = {**RMSNorm._flags, "round_sum": True}
 
     def __init__(
         self,
@@ -203,14 +210,6 @@ class AddRMSNorm(RMSNorm):
             hook = partial(_with_every_input, hook)
         return super().register_forward_pre_hook(hook, **options)
 
-    def extra_repr(self) -> str:
-        """The arguments as :class:`RMSNorm` shows them, and ``round_sum``."""
-        return super().extra_repr() + ("" if self.round_sum else ", round_sum=False")
-
-    def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
-        ((_, flags),) = super()._fusednorm_steps(of_rows)
-        return [("fused_add_rms_norm", {**flags, "round_sum": self.round_sum})]
-
 
 class RMSNormGated(RMSNorm):
     """Normalises and gates: ``norm(x, gate)``, as Mamba 2, Qwen3-Next and Kimi do.
@@ -228,6 +227,15 @@ class RMSNormGated(RMSNorm):
     Raises:
         ValueError: there is no such activation, or ``group_size`` does not divide the elements of a row.
     """
+
+    _function = "rms_norm_gated"
+    _flags: ClassVar[dict[str, Any]] = {
+        **RMSNorm._flags,
+        "group_size": None,
+        "norm_before_gate": True,
+        "activation": "silu",
+        "between": None,
+    }
 
     def __init__(
         self,
@@ -274,19 +282,6 @@ class RMSNormGated(RMSNorm):
             weight_offset=self.weight_offset,
         )
         return self._of_shape(y)
-
-    def extra_repr(self) -> str:
-        """The arguments as :class:`RMSNorm` shows them, and those of the gate where they are not the default."""
-        added = [] if self.group_size is None else [f"group_size={self.group_size}"]
-        added += [] if self.norm_before_gate else ["norm_before_gate=False"]
-        added += [] if self.activation == "silu" else [f"activation={self.activation!r}"]
-        added += [] if self.between is None else [f"between={self.between}"]
-        return ", ".join([super().extra_repr(), *added])
-
-    def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
-        names = ("group_size", "norm_before_gate", "activation", "between")
-        ((_, flags),) = super()._fusednorm_steps(of_rows)
-        return [("rms_norm_gated", flags | {name: getattr(self, name) for name in names})]
 
 
 def _with_every_input(hook: Callable[..., Any], module: AddRMSNorm, inputs: tuple[Any, ...]) -> Any:
