@@ -1,9 +1,12 @@
 """The golden vectors: bits that may change only together with SPEC_VERSION."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from fusednorm.conformance import golden
+from fusednorm.conformance.test_quantized import PRESETS
 
 pytestmark = pytest.mark.promise("golden vectors")
 
@@ -20,8 +23,14 @@ def test_every_case_has_a_vector():
     assert len(VECTORS) == len(golden.CASES)
 
 
-def test_the_oracle_agrees():
-    for index, vector in enumerate(VECTORS):
+def test_every_preset_has_a_vector():
+    wanted = {str(replace(q, layout="row")) for q in PRESETS.values()}
+    assert {vector["quantization"] for vector in golden.read(golden.QUANTIZED)} >= wanted
+
+
+@pytest.mark.parametrize("file", golden.FILES, ids=lambda file: file.stem)
+def test_the_oracle_agrees(file):
+    for index, vector in enumerate(golden.read(file)):
         assert golden.contradictions(vector) == [], index
 
 

@@ -30,6 +30,8 @@ from fusednorm.conformance.cases import (
 )
 from fusednorm.conformance.test_quantized import PRESETS, scales_given
 
+pytestmark = pytest.mark.promise("same bits")
+
 #: Rows of heads, in two dimensions, and heads of q and of k.
 ROWS, Q, K = (2, 3), 3, 2
 
@@ -118,7 +120,6 @@ def check(agree, function, case, **how):
 GATED = ("rms_norm_gated-bfloat16", "rms_norm_gated-float64")
 
 
-@pytest.mark.promise("same bits")
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("function", AXES)
 @pytest.mark.left_out("triton_cpu")
@@ -139,7 +140,6 @@ def test_flags(mode, agree, function, dtype):
         check(agree, function, Case(6).of(dtype), **how)
 
 
-@pytest.mark.promise("same bits")
 @pytest.mark.parametrize("x", DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("function", MIXED)
 @pytest.mark.left_out("cuda", "triton_cpu")
@@ -153,7 +153,6 @@ def test_mixed_dtypes(mode, agree, function, x):
         check(agree, function, Case(6, 45).of(x, **of_operands), **how)
 
 
-@pytest.mark.promise("same bits")
 @pytest.mark.parametrize("data", ["nan row", "inf row", "zeros", "subnormal", "overflowing", "ties"])
 @pytest.mark.parametrize("function", ["rms_norm_add", "rms_norm_add_rms_norm", "rms_norm_gated", "qk_norm_rope"])
 @pytest.mark.left_out("triton_cpu")
@@ -171,7 +170,6 @@ def test_data(mode, agree, function, data):
             )
 
 
-@pytest.mark.promise("same bits")
 @pytest.mark.parametrize("y_dtype", DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.left_out("triton_ptx", "triton_cpu")
@@ -187,7 +185,6 @@ def test_gates(mode, agree, activation, y_dtype):
             check_call(agree, "gate", {"y": y, "z": z * factor}, data, {"out_dtype": out}, activation=activation)
 
 
-@pytest.mark.promise("same bits")
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=dtype_name)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_16_bit_gate(mode, agree, activation, dtype):
@@ -201,7 +198,6 @@ def test_every_16_bit_gate(mode, agree, activation, dtype):
         agree((found["out"], found["d_z"]), (wanted["out"], wanted["d_z"]), about)
 
 
-@pytest.mark.promise("same bits")
 @pytest.mark.left_out("triton_cpu")
 def test_many_elements(mode, agree):
     """More than one thread's share, in rows that are no multiple of a tile."""
@@ -209,7 +205,6 @@ def test_many_elements(mode, agree):
     check_call(agree, "gate", {"y": y, "z": z}, "many")
 
 
-@pytest.mark.promise("same bits")
 @pytest.mark.parametrize("function", ["silu_and_mul", "gelu_tanh_and_mul", "gelu_and_mul"])
 @pytest.mark.parametrize("gate", DTYPES, ids=dtype_name)
 @pytest.mark.left_out("triton_cpu")
@@ -227,7 +222,6 @@ def test_and_mul(mode, agree, gate, function):
             agree((out, dboth), (found["out"], torch.cat((found["d_gate"], found["d_up"]), -1)), "one tensor")
 
 
-@pytest.mark.promise("same bits")
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 @pytest.mark.left_out("triton_cpu", but=["bfloat16"])
 def test_gates_in_steps(mode, agree, dtype):
@@ -255,7 +249,6 @@ def test_gates_in_steps(mode, agree, dtype):
             agree((out, dboth), (found["out"], wanted), f"in turns, {steps}")
 
 
-@pytest.mark.promise("same bits")
 @pytest.mark.parametrize("function", ["gelu", "relu2"])
 @pytest.mark.left_out("cuda", "triton_ptx", "triton_cpu", but=["gelu", "relu2"])
 def test_functions_alone(mode, agree, function):
@@ -266,7 +259,6 @@ def test_functions_alone(mode, agree, function):
             check_call(agree, function, {"z": z * 3}, data, {"out_dtype": out})
 
 
-@pytest.mark.promise("same bits")
 @pytest.mark.left_out("cuda", "triton_ptx", "triton_cpu")
 def test_many_and_long_rows_of_heads(mode, agree):
     """Blocks of rows whose last one is shorter, in sums of gradients of heads; rows that a GPU reads twice."""
@@ -276,7 +268,6 @@ def test_many_and_long_rows_of_heads(mode, agree):
         check(agree, "fused_add_rms_norm", Case(3, 20_000).of(BF16), x_scale=0.22, round_sum=round_sum, **heads)
 
 
-@pytest.mark.promise("same bits")
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=dtype_name)
 @pytest.mark.left_out("triton_ptx")
 @pytest.mark.left_out("cuda", "triton", "triton_cpu", but=["bfloat16"])
@@ -289,7 +280,6 @@ def test_long_rows_of_two_norms(mode, agree, dtype):
                 check(agree, function, Case(rows, hidden, data=data).of(dtype), **flags)
 
 
-@pytest.mark.promise("same bits")
 @pytest.mark.parametrize("first", [True, False], ids=["norm first", "gate first"])
 @pytest.mark.left_out("triton_cpu")
 @pytest.mark.left_out("cuda", "triton_ptx", "triton", but=["norm first"])
@@ -438,8 +428,3 @@ FEW = [f"compositions-{index}" for index in (0, 3, 6, 9, 20, 23, 30)]
 @pytest.mark.left_out("cuda", "triton_ptx", "triton", but=["gated-*", "compositions-*", "quantized-0", "quantized-7"])
 def test_golden_vectors(mode, agree, name, index):
     golden.compare(VECTORS[name, index], agree)
-
-
-def test_the_oracle_agrees_with_golden_vectors():
-    for at, vector in VECTORS.items():
-        assert golden.contradictions(vector) == [], at

@@ -1,14 +1,13 @@
 """Quantized rows: bytes, scales and zero points, alone and after a norm."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 
 import fusednorm
 from fusednorm import Quantization, quantizations
-from fusednorm.conformance import golden, oracle_gated, oracle_quantized
+from fusednorm.conformance import oracle_gated, oracle_quantized
 from fusednorm.conformance.cases import (
     BF16,
     DATA,
@@ -22,6 +21,8 @@ from fusednorm.conformance.cases import (
     dtype_name,
     operands,
 )
+
+pytestmark = pytest.mark.promise("same bits")
 
 E4M3, E5M2, I8, U8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8
 
@@ -94,7 +95,6 @@ def check_after_norm(agree, tensors, quantization, about, normed=None, eps=1e-6,
         agree(normed, torch.from_numpy(rows).to(x), f"{quantization} {about}: rows")
 
 
-@pytest.mark.promise("same bits")
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.left_out("triton_cpu")
 @pytest.mark.left_out("cuda", "triton_ptx", "triton", but=["VLLM_INT8_TOKEN_CPU", "VLLM_FP8_BLOCK_FUSED"])
@@ -106,7 +106,6 @@ def test_every_quantization(mode, agree, name):
         check_alone(agree, y, quantization, f"{dtype_name(dtype)} {data} {hidden}", **scales_given(quantization))
 
 
-@pytest.mark.promise("same bits")
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.left_out("cuda", "triton", but=["VLLM_INT8_TOKEN_CPU", "VLLM_FP8_BLOCK_FUSED"])
 @pytest.mark.left_out("triton_ptx", but=["VLLM_FP8_BLOCK_FUSED"])
@@ -127,7 +126,6 @@ def test_after_a_norm(mode, agree, name):
         check_after_norm(agree, tensors, quantization, f"{case}, {flags}", torch.empty_like(tensors[0]), **flags)
 
 
-@pytest.mark.promise("same bits")
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.left_out("triton_cpu")
 @pytest.mark.left_out("cuda", "triton_ptx", "triton", but=["VLLM_INT8_TOKEN_CPU", "VLLM_FP8_BLOCK_FUSED"])
@@ -151,7 +149,6 @@ def test_after_a_gate(mode, agree, name):
             compare(agree, fusednorm.silu_and_mul_quant(both, **flags), wanted, quantization, f"one tensor, {about}")
 
 
-@pytest.mark.promise("same bits")
 @pytest.mark.parametrize("hidden", [1, 40, 128, 2056, 18_432, 262_144])
 @pytest.mark.left_out("triton_cpu")
 @pytest.mark.left_out("cuda", "triton_ptx", "triton", of=["1", "262144"])
@@ -174,7 +171,6 @@ def test_sizes_of_rows(mode, agree, hidden):
         check_after_norm(agree, tensors, quantization, "after a norm", **scales_given(quantization))
 
 
-@pytest.mark.promise("same bits")
 @pytest.mark.left_out("triton_cpu")
 def test_scales_are_rounded_up_to_powers_of_two(mode, agree):
     """By hand, at every limit: a scale is the element's magnitude."""
@@ -202,7 +198,6 @@ def test_scales_are_rounded_up_to_powers_of_two(mode, agree):
         agree(scale, torch.tensor([list(rounded.values())]), f"{powers}")
 
 
-@pytest.mark.promise("same bits")
 @pytest.mark.left_out("triton_cpu")
 @pytest.mark.parametrize("shape", [(6, 1), (1, 384), (6, 3), (2, 3), (6, 384), (2, 1)])
 def test_given_scales_of_blocks(mode, agree, shape):
@@ -219,7 +214,6 @@ def test_given_scales_of_blocks(mode, agree, shape):
         compare(agree, found, wanted, quantization, f"{shape} after a gate")
 
 
-@pytest.mark.promise("same bits")
 @pytest.mark.parametrize("how", ["after", "before"])
 def test_computed_zero_points(mode, agree, how):
     """Halves, in rows whose scale is 1; scales so small that zero points are limited; scales of 0."""
@@ -231,7 +225,6 @@ def test_computed_zero_points(mode, agree, how):
         check_alone(agree, y, Quantization(dtype, zero_point=how))
 
 
-@pytest.mark.promise("same bits")
 @pytest.mark.parametrize("dtype", [E4M3, E5M2, I8], ids=dtype_name)
 def test_every_boundary_of_rounding(mode, agree, dtype):
     """Numbers, the middles between them, and the float32 numbers beside both, at a scale of 1.
@@ -254,7 +247,6 @@ def test_every_boundary_of_rounding(mode, agree, dtype):
         assert found[1].item() == 1
 
 
-@pytest.mark.promise("same bits")
 @pytest.mark.parametrize("dtype", [E4M3, E5M2, I8, U8], ids=dtype_name)
 def test_numbers_of_every_size(mode, agree, dtype):
     """Far beyond the range too, and infinities and NaN of either sign, at a scale of 1; also with narrower limits."""
@@ -265,7 +257,6 @@ def test_numbers_of_every_size(mode, agree, dtype):
         check_alone(agree, y, quantization, scale=torch.ones(1))
 
 
-@pytest.mark.promise("same bits")
 @pytest.mark.parametrize("apply", ["divide", "reciprocal", "ratio"])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2, I8], ids=dtype_name)
 def test_the_smallest_scales(mode, agree, dtype, apply):
@@ -277,7 +268,6 @@ def test_the_smallest_scales(mode, agree, dtype, apply):
     assert (scale == 0).any()
 
 
-@pytest.mark.promise("same bits")
 @pytest.mark.parametrize("how", ["after", "before"])
 def test_given_zero_points_are_whole_numbers(mode, agree, how):
     """A float32 does not hold each of them; they meet numbers of which the sum is small."""
@@ -287,7 +277,6 @@ def test_given_zero_points_are_whole_numbers(mode, agree, how):
         check_alone(agree, y, quantization, scale=scale, zero_point=torch.tensor([point], dtype=torch.int32))
 
 
-@pytest.mark.promise("same bits")
 def test_nothing_behind_a_group_counts(mode, agree):
     """Elements of one sign, with zero points; and a row whose rstd is infinite, which would make NaN of zeros."""
     y = operands(Case(2, 70).of(F32))[0].abs() + 1
@@ -296,8 +285,3 @@ def test_nothing_behind_a_group_counts(mode, agree):
     infinite, quantization = torch.full((1, 70), math.inf), Quantization(I8)
     found = fusednorm.rms_norm_quant(torch.full((1, 70), 1e-30), eps=0.0, quantization=quantization)
     compare(agree, found, oracle_quantized.quantized(infinite, quantization), quantization, "infinite")
-
-
-def test_every_preset_has_a_vector():
-    wanted = {str(replace(q, layout="row")) for q in PRESETS.values()}
-    assert {vector["quantization"] for vector in golden.read(golden.QUANTIZED)} >= wanted

@@ -7,8 +7,9 @@ import fusednorm
 from fusednorm.conformance.cases import BF16, DTYPES, F16, F32, F64, Case, covering, dtype_name, operands
 from fusednorm.reference import rotation
 
+pytestmark = pytest.mark.promise("same bits")
 
-@pytest.mark.promise("same bits")
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 @pytest.mark.left_out("cuda", "triton_ptx", but=["bfloat16", "float64"])
 def test_operator(mode, agree, dtype):
@@ -21,7 +22,6 @@ def test_operator(mode, agree, dtype):
         agree(found, wanted, f"{interleaved}, {rounded_to}, {out}")
 
 
-@pytest.mark.promise("same bits")
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 def test_nans_of_tables(mode, agree, dtype):
     """All bits of such a NaN are set: rounding to bfloat16 in integers would carry it into -0."""
@@ -37,7 +37,6 @@ def test_nans_of_tables(mode, agree, dtype):
             agree(found, rotation.rotated(x, cos, sin, interleaved, None, dtype), f"{table} tables, {interleaved}")
 
 
-@pytest.mark.promise("same bits")
 @pytest.mark.parametrize(("size", "pairs"), [(64, 32), (80, 40), (96, 20)])
 def test_order_of_additions(mode, agree, size, pairs):
     """So many heads of float32 that another order of additions gives some of them another sum, and another rstd."""
@@ -50,7 +49,6 @@ def test_order_of_additions(mode, agree, size, pairs):
         agree(found, wanted, f"{size}, {pairs}, {interleaved}")
 
 
-@pytest.mark.promise("same bits")
 def test_products_of_numbers_beyond_float16(mode, agree):
     """Angles that float16 has not, in bfloat16, and products that it has."""
     x, _, _ = operands(Case(6, 40).of(F32))
