@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import fusednorm
-from fusednorm.conformance import golden
 from fusednorm.conformance.cases import (
     BF16,
     DATA,
@@ -411,20 +410,3 @@ def test_two_norms_of_rows_beyond_the_cache(mode, agree, dtype):
         in_place = fusednorm.rms_norm_add_rms_norm_(x, residual, *arguments, **flags)
         for found in (outputs, given, in_place):
             agree(found, (y, total), f"rows and sums of {hidden}, {between}")
-
-
-#: The golden vectors of operations beyond the specification's first ones, by the names of their files and places there.
-VECTORS = {
-    (file.stem.removeprefix("golden-"), index): vector
-    for file in (golden.COMPOSITIONS, golden.QUANTIZED, golden.GATED)
-    for index, vector in enumerate(golden.read(file))
-}
-FEW = [f"compositions-{index}" for index in (0, 3, 6, 9, 20, 23, 30)]
-
-
-@pytest.mark.promise("golden vectors")
-@pytest.mark.parametrize(("name", "index"), VECTORS)
-@pytest.mark.left_out(but=["gated-*", "quantized-*", *FEW])
-@pytest.mark.left_out("cuda", "triton_ptx", "triton", but=["gated-*", "compositions-*", "quantized-0", "quantized-7"])
-def test_golden_vectors(mode, agree, name, index):
-    golden.compare(VECTORS[name, index], agree)
