@@ -393,11 +393,11 @@ class Host:
     def held_for(self, kind: Any, call: Call) -> list[Any]:
         """The launchers of the kernels of a call, which is of this kind."""
         key = (device_of(call).index, kind)
-        return self.held.get(key) or self._hold(key, self._variants(kind), call)
-
-    def _variants(self, kind: Any) -> Iterable[Variant]:
-        found = self.choosers[type(kind)](kind)
-        return (found,) if isinstance(found, Variant) else found.values()
+        found = self.held.get(key)
+        if found is None:
+            chosen = self.choosers[type(kind)](kind)
+            found = self._hold(key, (chosen,) if isinstance(chosen, Variant) else chosen.values(), call)
+        return found
 
     def _given(self, call: Call) -> dict[str, Any]:
         """The values that a kernel is given for the operands and the numbers of a call, by their names."""

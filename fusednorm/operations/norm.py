@@ -268,15 +268,10 @@ class NormCall(NamedTuple):
     inner: bool = False
 
     def arguments(self) -> dict[str, Any]:
-        """By the names that functions have for them."""
-        eps, weight_offset, round_sum, round_norm, out_dtype, residual_dtype = self.flags
-        values: dict[str, Any] = {"x": self.x, "residual": self.residual, "weight": self.weight, "eps": eps}
-        values |= {"x_scale": self.x_scale, "weight_offset": weight_offset, "round_sum": round_sum}
-        values |= {"round_norm": round_norm, "out_dtype": out_dtype, "residual_dtype": residual_dtype}
-        values |= {"bias": self.bias, "out": self.out, "residual_out": self.residual_out}
+        """By the names that functions have for them; other names are there too."""
+        values: dict[str, Any] = {**self._asdict(), **self.flags._asdict()}
         if self.before is not None:
-            values |= {"weight": self.before.weight, "eps": self.before.eps, "between": self.before.between}
-            values |= {"next_weight": self.weight, "next_eps": eps}
+            values |= {**self.before._asdict(), "next_weight": self.weight, "next_eps": self.flags.eps}
         return values
 
 
@@ -369,7 +364,7 @@ def _composed(call: NormCall) -> tuple[Any, Any]:
             assert residual is not None
             total = steps.add(rows, residual, residual_dtype or residual.dtype)
     elif x_scale != 1.0:
-        scaled = call._replace(function=function, x=steps.scale(x, x_scale), x_scale=1.0, inner=True)
+        scaled = call._replace(function=function, x=steps.SCALE.with_gradients(x, x_scale), x_scale=1.0, inner=True)
         return cast(tuple[Any, Any], beyond_fast_path(scaled))
     else:
         flags = Flags(eps, 0.0, round_sum, False, wide, residual_dtype)

@@ -19,7 +19,7 @@ from fusednorm.calls import devices, process
 from fusednorm.engine import choose
 from fusednorm.tools import check, console, doctor
 from fusednorm.tools.agree import difference
-from fusednorm.tools.cli import DTYPES, INTERRUPTED, UNUSABLE, UnusableError
+from fusednorm.tools.cli import DTYPES, INTERRUPTED, OPS, UNUSABLE, UnusableError
 from fusednorm.tools.measure import bench, compare, workloads
 from fusednorm.tools.measure.bench import WrongBitsError
 
@@ -79,7 +79,7 @@ def _run(arguments: argparse.Namespace, others: list[str]) -> int:
 
 def operations() -> list[str]:
     """The names of all that ``bench`` times; those that the command line shows come first."""
-    return list(dict.fromkeys((*workloads.OPS, *workloads.every_measured())))
+    return list(dict.fromkeys((*OPS, *workloads.every_measured())))
 
 
 def _resolve(arguments: argparse.Namespace) -> None:

@@ -23,12 +23,6 @@ def new_rstd(x: Tensor) -> Tensor:
     return x.new_empty(x.shape[:-1], dtype=accumulator(x.dtype))
 
 
-def normalise(x: Tensor, residual: Tensor | None, weight: Tensor | None, flags: Flags) -> tuple[Tensor, Any, Tensor]:
-    """New rows, their sum (None without a residual), and rstd for the backward pass."""
-    rstd = new_rstd(x)
-    return *execute.fast_path_first(x, residual, weight, flags, rstd=rstd), rstd
-
-
 def keep(
     ctx: Any,
     x: Tensor,

@@ -31,7 +31,7 @@ from fusednorm.reference import quantizer
 from fusednorm.torch_ops import steps as _steps  # noqa: F401 - declares them
 from fusednorm.torch_ops.declared import Operator
 from fusednorm.torch_ops.dtensor_bridge import on_rows
-from fusednorm.torch_ops.gradients import gradients, keep, keep_backend, normalise
+from fusednorm.torch_ops.gradients import gradients, keep, keep_backend, new_rstd
 from fusednorm.torch_ops.registered import register
 
 
@@ -212,8 +212,9 @@ class Norm(Operator):
 
     def _run(self, *arguments: Any) -> Any:
         x, residual, weight, *flags = self._complete(arguments)
-        found = normalise(x, residual, weight, Flags(*flags))
-        return found if self._has_residual else found[::2]
+        rstd = new_rstd(x)
+        y, total = execute.fast_path_first(x, residual, weight, Flags(*flags), rstd=rstd)
+        return (y, total, rstd) if self._has_residual else (y, rstd)
 
     def _forward(self, *arguments: Any) -> Any:
         return self._run(*arguments)  # which checks, where the fast path does not

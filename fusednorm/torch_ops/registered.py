@@ -20,15 +20,14 @@ except ImportError:  # not public: without it the operators have gradients, but 
 # torch keeps the name of the file that calls this, and fails where that name is not UTF-8: here it is always the same.
 _LIBRARY = eval(compile('Library("fusednorm", "FRAGMENT")', "fusednorm", "eval"), {"Library": torch.library.Library})
 
-#: The schema of each operator, by name.
-SCHEMAS: dict[str, str] = {}
-#: The names of its arguments, with blanks between: a compiler that reads one text has one value to look at again.
+#: The names of each operator's arguments, by its own name, with blanks between: a compiler that reads one text has one
+#: value to look at again.
 ARGUMENTS: dict[str, str] = {}
 
 
 def exported() -> list[str]:
     """The names of the operators that are in exported programs: all but those of ``inference.py``."""
-    return [name for name in SCHEMAS if not name.endswith("_inference")]
+    return [name for name in ARGUMENTS if not name.endswith("_inference")]
 
 
 class DirectOperator(torch._ops.OpOverload):
@@ -71,7 +70,6 @@ def register(
         gradients: the backward pass, and what is kept for it; None: there are no gradients.
         fast: the results of a call that the fast path takes, which asks whether anybody else must see it; else None.
     """
-    SCHEMAS[name] = schema
     torch.library.define(f"fusednorm::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
     operator = getattr(torch.ops.fusednorm, name).default
     names = [argument.name for argument in operator._schema.arguments]

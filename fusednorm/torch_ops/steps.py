@@ -140,10 +140,3 @@ def add(x: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
     if must_be_seen.seen(x, residual):
         return cast(Tensor, dtensor_bridge.operations(x, residual).add(x, residual, dtype))
     return reference.added(x, residual, dtype)
-
-
-def scale(x: Tensor, factor: float) -> Tensor:
-    """x * factor, [..., N], rounded to x's dtype; see :func:`fusednorm.reference.norm.scaled`."""
-    if must_be_seen.seen(x):
-        return cast(Tensor, dtensor_bridge.operations(x).scale(x, factor))
-    return reference.scaled(x, factor)

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusednorm
 from fusednorm.calls import fast_path
-from fusednorm.torch_ops.registered import SCHEMAS
+from fusednorm.torch_ops.registered import ARGUMENTS
 
 pytestmark = pytest.mark.skipif(not fast_path.OPEN, reason="without the fast path each operator goes to the dispatcher")
 
@@ -41,7 +41,7 @@ NAMES = ("eps", "weight_offset", "round_sum", "round_norm")
 
 def test_every_operator_is_one():
     """So that a graph may call any of them directly."""
-    for name in SCHEMAS:
+    for name in ARGUMENTS:
         assert callable(getattr(torch.ops.fusednorm, name).default.direct)
 
 

@@ -8,11 +8,11 @@ from rich.console import Console
 
 import fusednorm
 from fusednorm.tools import cli
-from fusednorm.tools.cli import UnusableError
+from fusednorm.tools.cli import OPS, UnusableError
 from fusednorm.tools.console import console
 from fusednorm.tools.measure import bench as benchmark
 from fusednorm.tools.measure import cells, clock, peers, tables
-from fusednorm.tools.measure.workloads import GRADIENTS, OPERATIONS, OPS
+from fusednorm.tools.measure.workloads import GRADIENTS, OPERATIONS
 
 HIDDEN, ROWS = 128, 80
 THERE = ("bench", "--threads", "1")

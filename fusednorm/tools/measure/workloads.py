@@ -254,9 +254,6 @@ GRADIENTS = {
     "qk_norm_rope_backward": ("qk_norm_rope", 6),
 }
 
-#: The names that the command line shows.
-OPS = (*OPERATIONS, *GRADIENTS)
-
 
 def every_measured() -> dict[str, Measured]:
     """All that ``bench`` times forward."""
