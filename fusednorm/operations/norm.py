@@ -269,9 +269,11 @@ class NormCall(NamedTuple):
 
     def arguments(self) -> dict[str, Any]:
         """By the names that functions have for them; other names are there too."""
-        values: dict[str, Any] = {**self._asdict(), **self.flags._asdict()}
+        # Without ``_asdict``, which old versions of torch's compiler may not know.
+        values = dict(zip((*NormCall._fields, *Flags._fields), (*self, *self.flags), strict=True))
         if self.before is not None:
-            values |= {**self.before._asdict(), "next_weight": self.weight, "next_eps": self.flags.eps}
+            values |= dict(zip(Before._fields, self.before, strict=True))
+            values |= {"next_weight": self.weight, "next_eps": self.flags.eps}
         return values
 
 
