@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -151,14 +151,6 @@ def _of_ranks(local: Tensor, mesh: DeviceMesh, placements: Any, shape: torch.Siz
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def _refuse_placement(name: str, spec: DTensorSpec, other: str) -> NoReturn:
-    raise ValueError(
-        f"{name} is written in place, so it cannot be redistributed, and its placements are {list(spec.placements)}; "
-        f"expected are Replicate, or Shard of a dimension before the last, the same as those of {other}; call the "
-        f"function that returns new tensors, or redistribute {name} before"
-    )
-
-
 def _shares(rows: DTensorSpec) -> DTensorSpec:
     """Where the gradient of a row of all ranks lies: each rank that has other rows has a share of it."""
     return DTensorSpec(
@@ -193,7 +185,13 @@ class _Rule:
         rows = _rows(*(operands[name] for name in deciding), whole=self.joined(operands))
         for name in deciding if self.written else ():
             if operands[name].placements != rows.placements:
-                _refuse_placement(name, operands[name], next(one for one in self.written if one != name))
+                other = next(one for one in self.written if one != name)
+                raise ValueError(
+                    f"{name} is written in place, so it cannot be redistributed, and its placements are "
+                    f"{list(operands[name].placements)}; expected are Replicate, or Shard of a dimension before the "
+                    f"last, the same as those of {other}; call the function that returns new tensors, or redistribute "
+                    f"{name} before"
+                )
         results = tuple(_shares(rows) if role is Role.WEIGHT else rows for role in self.results)
         if self.present is not None:
             there = self.present(schema.args_schema)
