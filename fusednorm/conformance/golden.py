@@ -225,23 +225,19 @@ def vectors_of_compositions():
     for function, case, weight_heads, bias_heads, flags in _composition_cases():
         names, outputs = NAMES[function]
         x, residual, weight = operands(case)
-        inputs = {"x": x, "residual": residual, "weight": weight, "next_weight": weights_of(case, 0, 2)}
-        if "bias" in names:
-            inputs["weight"] = weights_of(case, weight_heads, 10)
-            inputs["bias"] = weights_of(replace(case, weight=case.weight or F32), bias_heads, 20)
         d_out, d_residual_out, _ = operands(Case(case.rows, case.hidden, case.x, case.residual, seed=1))
-        incoming = {"d_out": d_out, "d_residual_out": d_residual_out}
+        rows = {"x": x, "residual": residual, "d_out": d_out, "d_residual_out": d_residual_out}
         if weight_heads or bias_heads:
-            rows = {**inputs, **incoming}
-            rows = {name: t.unflatten(0, (-1, 2)) for name, t in rows.items() if t is not None and t.shape == x.shape}
-            inputs = {name: rows.get(name, t) for name, t in inputs.items()}
-            incoming = {name: rows.get(name, t) for name, t in incoming.items()}
-        inputs = {name: inputs[name] for name in names}
-        incoming = {f"d_{name}": incoming[f"d_{name}"] for name in outputs}
+            rows = {name: t if t is None else t.unflatten(0, (-1, 2)) for name, t in rows.items()}
+        weights = {"weight": weight, "next_weight": weights_of(case, 0, 2)}
+        if "bias" in names:
+            weights["weight"] = weights_of(case, weight_heads, 10)
+            weights["bias"] = weights_of(replace(case, weight=case.weight or F32), bias_heads, 20)
+        tensors = {name: (rows | weights)[name] for name in (*names, *(f"d_{output}" for output in outputs))}
         flags = {"eps": case.eps, "weight_offset": case.weight_offset, "round_norm": case.round_norm, **flags}
         known = inspect.signature(getattr(fusednorm, function)).parameters
         flags = {name: value for name, value in flags.items() if name in known}
-        yield _vector({"function": function, "flags": flags}, {**inputs, **incoming})
+        yield _vector({"function": function, "flags": flags}, tensors)
     yield from _vectors_of_rotations()
 
 
