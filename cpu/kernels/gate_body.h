@@ -208,8 +208,7 @@ static FN_NOINLINE void gate_in_steps(const struct fn_gate *g, char *const *at, 
         float *const slope = backward ? second : NULL;
         activate_tile(g, kind == NONE ? NONE : BF16, at[FN_GATE], n, first, slope);
         if (kind == NONE) gate_units(NONE, g->between, 0, &up, g, at, first, slope, n);
-        else if (g->between == NONE) gate_units(ALL_BF16, NONE, 0, &up, g, at, first, slope, n);
-        else gate_units(ALL_BF16, ALL_BF16, 0, &up, g, at, first, slope, n);
+        else gate_units(ALL_BF16, g->between == NONE ? NONE : ALL_BF16, 0, &up, g, at, first, slope, n);
         return;
     }
     widen_any((int)o[FN_GATE].kind, at[FN_GATE], n, z);
@@ -230,23 +229,17 @@ FN_INLINE void fetch(const struct fn_ahead *ahead, int first, int last, int64_t 
             FN_PREFETCH_2(ahead->place[k].at + i);
 }
 
-/* relu2 without rows to multiply, which takes no longer than a copy. */
-FN_INLINE void relu2_units(int kind, int past_caches, const struct fn_gate *g, char *const *at, int n) {
-    const int64_t of_z = kind != NONE ? kind : g->operand[FN_GATE].kind, of_out = kind != NONE ? kind : g->operand[FN_GATE_OUT].kind;
+/* relu2 of bfloat16 without rows to multiply, which takes no longer than a copy. */
+static FN_NOINLINE void relu2_alone(int past_caches, const char *z, char *out, int n) {
     int i = 0;
     for (; i + UNIT <= n; i += UNIT) {
-        const U r = u_no_less(0, load_any(of_z, at[FN_GATE], u_index(i), UNIT));
-        if (STREAMS && past_caches) u_stream(kind, at[FN_GATE_OUT], u_index(i), UNIT, u_mul(r, r));
-        else store_any(of_out, at[FN_GATE_OUT], u_index(i), UNIT, u_mul(r, r));
+        const U r = u_no_less(0, u_load(ALL_BF16, z, u_index(i), UNIT));
+        if (STREAMS && past_caches) u_stream(ALL_BF16, out, u_index(i), UNIT, u_mul(r, r));
+        else u_store(ALL_BF16, out, u_index(i), UNIT, u_mul(r, r));
     }
     if (i == n) return;
-    const U r = u_no_less(0, load_any(of_z, at[FN_GATE], i, n - i));
-    store_any(of_out, at[FN_GATE_OUT], i, n - i, u_mul(r, r));
-}
-static FN_NOINLINE void relu2_alone(const struct fn_gate *g, char *const *at, int n) {
-    if (kind_of_all(g) != BF16) relu2_units(NONE, 0, g, at, n);
-    else if (g->flags & FN_PAST_CACHES) relu2_units(ALL_BF16, 1, g, at, n);
-    else relu2_units(ALL_BF16, 0, g, at, n);
+    const U r = u_no_less(0, u_load(ALL_BF16, z, i, n - i));
+    u_store(ALL_BF16, out, i, n - i, u_mul(r, r));
 }
 
 /* A tile, whose elements begin at `at` of each operand. `kept`: see fn_gate_run. */
@@ -355,7 +348,8 @@ void FN_OF(gate_run)(const struct fn_gate *g, char *const *at, int64_t n, void *
         if (g->flags & FN_IN_TURNS) gate_in_turns(g, tile, count);
         else if (g->wide) gate_double(g, tile, count, kept ? (double *)kept + 2 * done : NULL);
         else if (fn_gate_has_steps(g)) gate_in_steps(g, tile, count);
-        else if (g->activation == FN_RELU2 && !at[FN_GATED] && g->pass == FN_FORWARD && !kept) relu2_alone(g, tile, count);
+        else if (g->activation == FN_RELU2 && !at[FN_GATED] && g->pass == FN_FORWARD && !kept && kind_of_all(g) == BF16)
+            relu2_alone(g->flags & FN_PAST_CACHES, tile[FN_GATE], tile[FN_GATE_OUT], count);
         else gate_float(g, tile, count, kept ? (float *)kept + 2 * done : NULL, ahead, done);
     }
     if (STREAMS && g->flags & FN_PAST_CACHES) u_stream_end();

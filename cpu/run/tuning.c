@@ -70,7 +70,7 @@ static int is_input(const struct fn_call *calls, int count, uintptr_t address) {
 /* Others compute longer than memory takes, and from memory such stores took twice the time. */
 int fn_gate_bypasses_cache(const struct fn_gate *g) {
     const struct fn_operand *out = &g->operand[FN_GATE_OUT];
-    if (g->activation != FN_RELU2 || g->operand[FN_GATED].kind || g->pass == FN_BACKWARD || out->address % FN_ALIGNMENT) return 0;
+    if (g->activation != FN_RELU2 || out->kind != FN_BF16 || g->operand[FN_GATED].kind || g->pass == FN_BACKWARD || out->address % FN_ALIGNMENT) return 0;
     return out->address != g->operand[FN_GATE].address && g->hidden * fn_element_size(out->kind) >= in_use.from_memory;
 }
 
