@@ -52,7 +52,8 @@ FN_INLINE REAL OF(product)(REAL z, REAL v, REAL *e) {
     const REAL beside_one = x.p * OF(chosen)(low, 0, x.first) * x.second;
     *e = x.p * x.first * x.second;
     /* Not z * e: where e is subnormal, it has lost bits. */
-    return OF(chosen)(low, within * x.p * x.first * x.second, z / (1 + beside_one));
+    const WHOLE bits = OF(bits_of)(within * x.p * x.first * x.second);
+    return OF(chosen)(low, OF(number_of)(bits << 1 ? bits : 0), z / (1 + beside_one)); /* never -0: z - z is added to it */
 }
 
 /* What gelu_tanh passes to the sigmoid. */
