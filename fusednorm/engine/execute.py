@@ -335,7 +335,11 @@ def _interleaved(y: Tensor | None, z: Tensor) -> Tensor | None:
         return None
     if y.data_ptr() != z.data_ptr() + z.itemsize:
         return None
-    return z.as_strided((*z.shape[:-1], 2 * z.shape[-1]), (*z.stride()[:-1], 1))
+    *rows, size = z.shape
+    end = z.storage_offset() + sum((n - 1) * step for n, step in zip(rows, z.stride(), strict=False)) + 2 * size
+    if end * z.itemsize > z.untyped_storage().nbytes():  # y has a storage of its own
+        return None
+    return z.as_strided((*rows, 2 * size), (*z.stride()[:-1], 1))
 
 
 def gate(y: Tensor | None, z: Tensor, gating: Gating, out: Tensor | None = None) -> Tensor:

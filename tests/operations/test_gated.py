@@ -317,3 +317,10 @@ def test_a_gate_without_rows_to_multiply(activation, dtype):
         of_rows = (strides, absent, strides, absent, strides)
         cpu.backward(GateBackward(d, None, z, None, dz, activation, None, size, rows, rows, of_rows))
         assert torch.equal(dz, activations.gate_gradients(d, ones, z, activation, None, *GateSteps(), (False, True))[1])
+
+
+def test_pairs_in_storages_of_their_own():
+    """Elements that take turns in memory, of which the gate's storage ends before the last one of up."""
+    whole = torch.arange(12.0).numpy()
+    gate_, up = torch.from_numpy(whole[:-1])[::2], torch.from_numpy(whole[1:])[::2]
+    assert torch.equal(silu_and_mul(gate_, up), silu_and_mul(gate_.clone(), up.clone()))
