@@ -22,22 +22,26 @@ static int activation_of(PyObject *name) {
 
 /* Reads the optional steps. Returns 0 for what Python reports, or converts. */
 static int read_steps(PyObject *const *arguments, struct fn_gate *g) {
+    static PyObject *before, *after; /* interned, as constants of a program are */
+    if (!before) before = PyUnicode_InternFromString("before"), after = PyUnicode_InternFromString("after");
     PyObject *const numbers[] = {arguments[LIMIT], arguments[ALPHA], arguments[UP_OFFSET]};
     double *const to[] = {&g->limit, &g->alpha, &g->up_offset};
-    for (int i = 0; i < 3; i++) {
-        if (i == 0 && numbers[i] == Py_None) continue;
+    for (int i = numbers[0] == Py_None; i < 3; i++) {
         if (Py_TYPE(numbers[i]) != &PyFloat_Type && Py_TYPE(numbers[i]) != &PyLong_Type) return 0;
         *to[i] = PyFloat_AsDouble(numbers[i]);
+        if (*to[i] == -1 && PyErr_Occurred()) PyErr_Clear(); /* Python names the number that a double does not hold */
     }
-    if (PyErr_Occurred()) PyErr_Clear(); /* Python names the number that a double does not hold */
     if (numbers[0] != Py_None && !(g->limit > 0 && g->limit < INFINITY)) return 0;
     if (!(g->alpha >= 1 && g->alpha < INFINITY && g->up_offset - g->up_offset == 0)) return 0;
-    if (!PyBool_Check(arguments[INTERLEAVED]) || !PyBool_Check(arguments[ROUNDS]) || !PyUnicode_Check(arguments[CLAMP])) return 0;
-    const int before = PyUnicode_CompareWithASCIIString(arguments[CLAMP], "before") == 0;
-    if (!before && PyUnicode_CompareWithASCIIString(arguments[CLAMP], "after")) return 0;
-    if (arguments[ROUNDS] == Py_True && arguments[BETWEEN] != Py_None) return 0;
-    g->flags = (before ? 0 : FN_CLAMP_AFTER) | (arguments[ROUNDS] == Py_True ? FN_ROUND_STEPS : 0);
-    return arguments[INTERLEAVED] == Py_False || arguments[Z] == Py_None;
+    if (arguments[CLAMP] != before) {
+        if (arguments[CLAMP] != after) return 0;
+        g->flags = FN_CLAMP_AFTER;
+    }
+    if (arguments[ROUNDS] != Py_False) {
+        if (arguments[ROUNDS] != Py_True || arguments[BETWEEN] != Py_None) return 0;
+        g->flags |= FN_ROUND_STEPS;
+    }
+    return arguments[INTERLEAVED] == Py_False || (arguments[INTERLEAVED] == Py_True && arguments[Z] == Py_None);
 }
 
 int fn_read_gate(PyObject *const *arguments, const tensor *x, struct fn_gated *given) {
