@@ -54,8 +54,10 @@ static const float denominator_float[] = {
 #include "kernels/usual_gates.h"
 
 static void activate_any_float(int activation, float alpha, const float *z, int n, float *f, float *slope) {
-    if (activation == FN_GELU || activation == FN_RELU2 || !activate_usual(activation, alpha, z, n, f, slope))
-        activate_float(activation, alpha, z, n, f, slope);
+    int done = 0;
+    if (activation == SWISH) done = activate_usual_swish(alpha, z, n, f, slope);
+    else if (activation != FN_GELU && activation != FN_RELU2) done = activate_usual(activation, z, n, f, slope);
+    if (!done) activate_float(activation, alpha, z, n, f, slope);
 }
 
 #define REAL double
