@@ -38,7 +38,7 @@ from fusednorm.accelerate import accelerate_torch
 from fusednorm.calls.quantization import Quantization
 from fusednorm.operations import inference as _inference  # noqa: F401 - registers their operators
 from fusednorm.operations.explain import explain
-from fusednorm.operations.functions import gelu, relu2
+from fusednorm.operations.functions import gelu, relu2, softcap
 from fusednorm.operations.gate import gate, gate_, gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from fusednorm.operations.l2 import l2_norm
 from fusednorm.operations.modules import AddRMSNorm, RMSNorm, RMSNormGated
@@ -113,5 +113,6 @@ __all__ = [
     "rotate",
     "silu_and_mul",
     "silu_and_mul_quant",
+    "softcap",
     "use_backend",
 ]

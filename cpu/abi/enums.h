@@ -34,9 +34,9 @@ enum fn_quantizer_flag {
     FN_SCALE_UP_TO_POWER_OF_TWO = 256
 };
 
-/* The function of a gate. */
+/* The function of a gate. SOFTCAP: of z alone; the limit is its cap. */
 enum fn_activation {
-    FN_SILU = 0, FN_SIGMOID = 1, FN_GELU_TANH = 2, FN_GELU = 3, FN_RELU2 = 4
+    FN_SILU = 0, FN_SIGMOID = 1, FN_GELU_TANH = 2, FN_GELU = 3, FN_RELU2 = 4, FN_SOFTCAP = 5
 };
 
 /* Flags of a gate. IN_TURNS: elements of z and y take turns in memory, and so do their gradients. */

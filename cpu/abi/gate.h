@@ -16,7 +16,8 @@ struct fn_gate {
     int64_t wide; /* whether all is computed in float64 */
     int64_t threads, rows, inner, hidden; /* as in struct fn_call */
     int64_t flags; /* enum fn_gate_flag */
-    double limit; /* of f's argument, or with FN_CLAMP_AFTER of its value; and of y, upwards and downwards. 0: there is none */
+    /* Of f's argument, or with FN_CLAMP_AFTER of its value; and of y, upwards and downwards. 0: there is none. Softcap's cap. */
+    double limit;
     double alpha, up_offset; /* f(z) is z * sigmoid(alpha * z); what is added to y */
     struct fn_operand operand[FN_GATE_OPERANDS];
 };
@@ -24,8 +25,9 @@ struct fn_gate {
 /* Beside enum fn_gate_flag, for kernels: the output bypasses the caches. */
 enum { FN_PAST_CACHES = 8 };
 
-/* Whether there is more than y * f(z). */
+/* Whether there is more than y * f(z). Softcap, of which there is no y, has its cap and its roundings in f. */
 static inline int fn_gate_has_steps(const struct fn_gate *g) {
+    if (g->activation == FN_SOFTCAP) return 0;
     return g->limit != 0 || g->alpha != 1 || g->up_offset != 0 || g->flags & FN_ROUND_STEPS;
 }
 

@@ -1,6 +1,6 @@
 /*
  * The functions of gates as docs/spec.md, section 10, defines them, and their slopes. gate_body.h includes this file once for
- * each type, with the constants of tests/exponential.py and tests/gaussian.py: REAL is the type, WHOLE an unsigned integer of its size,
+ * each type, with the constants of tests/exponential.py, gaussian.py and tangent.py: REAL is the type, WHOLE an unsigned integer of its size,
  * and OF gives a name its suffix; these three end with the file. All of it is plain C on one element, which compilers turn
  * into vectors.
  */
@@ -177,6 +177,33 @@ static FN_NOINLINE void OF(activate_in_steps)(const struct fn_gate *g, const REA
         first[i] = OF(chosen)(!limits | ((y[i] <= of_y) & (y[i] >= -of_y)),
                               d[i] * OF(chosen)(after & (a[i] > of_a), of_a, a[i]), 0);
     }
+}
+
+/* tanh(x). */
+FN_INLINE REAL OF(tangent_of)(REAL x) {
+    const WHOLE bits = OF(bits_of)(x), sign = bits >> (8 * sizeof(WHOLE) - 1) << (8 * sizeof(WHOLE) - 1);
+    const REAL a = OF(number_of)(bits ^ sign), t = a * a, square = t * t;
+    const REAL low = POLYNOMIAL(tangent, t, square) * t * a + a;
+    const REAL within = OF(chosen)(a > OF(flat), OF(flat), a); /* a NaN stays */
+    WHOLE exponent;
+    const REAL p = OF(reduced)(within + within, &exponent);
+    const REAL high = 1 - 2 / (p * OF(number_of)((exponent - OF(bias)) << OF(mantissa)) + 1);
+    return OF(number_of)(OF(bits_of)(OF(chosen)(a < (REAL)0.75, low, high)) | sign);
+}
+
+/* Elements through softcap, whose cap is the gate's limit, each step rounded to the kind between; and with the slope unless that is NULL. */
+static FN_NOINLINE void OF(softcap)(const struct fn_gate *g, const REAL *restrict z, int n, REAL *restrict f, REAL *restrict slope) {
+    const REAL cap = (REAL)g->limit;
+    FN_VECTORS()
+    for (int i = 0; i < n; i++) f[i] = z[i] / cap;
+    OF(round_tile)(g->between, f, n);
+    FN_VECTORS()
+    for (int i = 0; i < n; i++) f[i] = OF(tangent_of)(f[i]);
+    OF(round_tile)(g->between, f, n);
+    if (slope)
+        for (int i = 0; i < n; i++) slope[i] = (1 - f[i]) * (1 + f[i]);
+    for (int i = 0; i < n; i++) f[i] *= cap;
+    OF(round_tile)(g->between, f, n);
 }
 #undef POLYNOMIAL
 #undef REAL

@@ -15,7 +15,7 @@ FN_INLINE double f64_of_bits(uint64_t bits) {
 }
 
 /* z * sigmoid(alpha * z), beside the functions that Python knows. */
-enum { SWISH = FN_RELU2 + 1 };
+enum { SWISH = FN_SOFTCAP + 1 };
 
 /* The limit of a gate as numbers of a kind have it; in A where that is NONE. */
 static double limit_of(const struct fn_gate *g, int64_t kind) {
@@ -50,6 +50,10 @@ static const float reach_float = 13.1875f, density_float = 0x1.988454p-2f;
 static const float numerator_float[] = {0x1p-1f, 0x1.bce64cp-2f, 0x1.71644cp-3f, 0x1.44dc48p-5f, 0x1.040fb6p-8f};
 static const float denominator_float[] = {
     0x1p+0f, 0x1.aab554p+0f, 0x1.30cfa4p+0f, 0x1.d8f9bp-2f, 0x1.972ef6p-4f, 0x1.45ef08p-7f};
+static const float flat_float = 10.0f;
+static const float tangent_float[] = {
+    -0x1.555554p-2f, 0x1.111042p-3f, -0x1.b9d7aep-5f, 0x1.622538p-6f,
+    -0x1.03f99ap-7f, 0x1.f4908ap-10f};
 #include "kernels/activations.h"
 #include "kernels/usual_gates.h"
 
@@ -82,6 +86,12 @@ static const double denominator_double[] = {
     0x1p+0, 0x1.396bfafff74e4p+1, 0x1.670454ae3ce44p+1, 0x1.fce9b81e3d8b3p+0, 0x1.f11d249f89feep-1,
     0x1.60515c10d6bap-2, 0x1.72f2aa28f8122p-4, 0x1.23476878a0fbep-6, 0x1.500766f505f7fp-9, 0x1.1100054519b63p-12,
     0x1.1bb7bfb21aaa4p-16, 0x1.21b4230e18e46p-21};
+static const double flat_double = 20.0;
+static const double tangent_double[] = {
+    -0x1.5555555555555p-2, 0x1.111111111101fp-3, -0x1.ba1ba1ba03fdep-5, 0x1.664f487b7c37ep-6,
+    -0x1.226e3434333f1p-7, 0x1.d6d397c6172ccp-9, -0x1.7d9fdd51d36fap-10, 0x1.353280941795ap-11,
+    -0x1.f351c7b8d9d91p-13, 0x1.8b4d9f3447ab6p-14, -0x1.215cdb73c8b35p-15, 0x1.51282042d0b9ap-17,
+    -0x1.b87709c583a0fp-20};
 #include "kernels/activations.h"
 
 static void activate_any_double(int activation, double alpha, const double *z, int n, double *f, double *slope) {
@@ -188,14 +198,16 @@ static int kind_of_all(const struct fn_gate *g) {
 static void activate_tile(const struct fn_gate *g, int kind, const void *gate, int n, float *a, float *slope) {
     _Alignas(64) float widened[FN_GATE_TILE];
     const int activation = g->alpha != 1 ? SWISH : (int)g->activation, all = (n + UNIT - 1) / UNIT * UNIT;
-    const int as_it_is = g->operand[FN_GATE].kind == F32 && n == all && (uintptr_t)gate % sizeof(float) == 0 && !g->limit;
+    const int limits = g->limit && activation != FN_SOFTCAP;
+    const int as_it_is = g->operand[FN_GATE].kind == F32 && n == all && (uintptr_t)gate % sizeof(float) == 0 && !limits;
     const float alpha = (float)g->alpha;
     const float *const z = as_it_is ? gate : widened;
     const int of_gate = (int)g->operand[FN_GATE].kind;
-    if (g->limit) widen_limited(kind == BF16 ? ALL_BF16 : of_gate, (float)limit_of(g, of_gate), gate, n, widened);
+    if (limits) widen_limited(kind == BF16 ? ALL_BF16 : of_gate, (float)limit_of(g, of_gate), gate, n, widened);
     else if (kind == BF16) widen_tile(ALL_BF16, 0, 0, gate, n, widened);
     else if (!as_it_is) widen_any(of_gate, gate, n, widened);
-    activate_any_float(activation, alpha, z, all, a, slope);
+    if (activation == FN_SOFTCAP) softcap_float(g, z, all, a, slope);
+    else activate_any_float(activation, alpha, z, all, a, slope);
 }
 
 /* A tile with optional steps. Those that need no numbers of a whole tile are made as the plain gate is, with a few operations more. */
@@ -285,7 +297,8 @@ static void gate_double(const struct fn_gate *g, char *const *at, int n, double 
     if (at[FN_GATED]) widen_to_f64((int)o[FN_GATED].kind, at[FN_GATED], y, n);
     if (!(kept && backward)) {
         widen_to_f64((int)o[FN_GATE].kind, at[FN_GATE], z, n);
-        activate_double((int)g->activation, 1, z, n, a, kept || backward ? slope : NULL);
+        if (g->activation == FN_SOFTCAP) softcap_double(g, z, n, a, backward ? slope : NULL);
+        else activate_double((int)g->activation, 1, z, n, a, kept || backward ? slope : NULL);
     }
     if (!backward) {
         for (int i = 0; i < n; i++) y[i] = at[FN_GATED] ? y[i] * a[i] : a[i];

@@ -1,21 +1,23 @@
 /* A gate on the fast path, alone or with a norm: rows times a function of other rows; and its gradients. */
 #include "python/fast_path.h"
 
+#include <float.h>
 #include <math.h>
 #include <string.h>
 
 /*
  * Python's arguments, after those of every forward pass. ORDER: a number of enum fn_gate_order; of a norm and a gate None, and
  * NORM_FIRST says which is first. With FN_AND_MUL, Z has the rows, or it is None, and x holds both. GROUP: the elements of a
- * row that are normalised together, or None. From LIMIT on there are optional steps, of FN_AND_MUL.
+ * row that are normalised together, or None. From LIMIT on there are optional steps, of FN_AND_MUL; softcap has LIMIT, its
+ * cap, and ROUNDS.
  */
 enum { Z, ACTIVATION, ORDER, NORM_FIRST, BETWEEN, GROUP, OUT, LIMIT, ALPHA, UP_OFFSET, CLAMP, INTERLEAVED, ROUNDS };
 _Static_assert((int)OUT == (int)FN_GATE_OUT_ARGUMENT, "fast_path_forward.c looks at the output");
 
 static int activation_of(PyObject *name) {
     static const char *const names[] = {[FN_SILU] = "silu", [FN_SIGMOID] = "sigmoid", [FN_GELU_TANH] = "gelu_tanh",
-                                        [FN_GELU] = "gelu", [FN_RELU2] = "relu2"};
-    for (int i = 0; i <= FN_RELU2; i++)
+                                        [FN_GELU] = "gelu", [FN_RELU2] = "relu2", [FN_SOFTCAP] = "softcap"};
+    for (int i = 0; i <= FN_SOFTCAP; i++)
         if (PyUnicode_Check(name) && PyUnicode_CompareWithASCIIString(name, names[i]) == 0) return i;
     return -1;
 }
@@ -44,6 +46,17 @@ static int read_steps(PyObject *const *arguments, struct fn_gate *g) {
     return arguments[INTERLEAVED] == Py_False || (arguments[INTERLEAVED] == Py_True && arguments[Z] == Py_None);
 }
 
+/* Reads the cap of softcap, a normal number of the type of the computation, and its roundings. Returns 0 as read_steps. */
+static int read_softcap(PyObject *const *arguments, int64_t kind, struct fn_gate *g) {
+    if (Py_TYPE(arguments[LIMIT]) != &PyFloat_Type && Py_TYPE(arguments[LIMIT]) != &PyLong_Type) return 0;
+    g->limit = PyFloat_AsDouble(arguments[LIMIT]);
+    if (PyErr_Occurred()) PyErr_Clear();
+    if (!(g->limit >= (g->wide ? DBL_MIN : FLT_MIN) && g->limit <= (g->wide ? DBL_MAX : FLT_MAX))) return 0;
+    if (!PyBool_Check(arguments[ROUNDS])) return 0;
+    if (arguments[ROUNDS] == Py_True && (kind == FN_F16 || kind == FN_BF16)) g->between = kind;
+    return 1;
+}
+
 int fn_read_gate(PyObject *const *arguments, const tensor *x, struct fn_gated *given) {
     struct fn_call *c = &given->call;
     struct fn_gate *g = &given->gate;
@@ -60,6 +73,7 @@ int fn_read_gate(PyObject *const *arguments, const tensor *x, struct fn_gated *g
     g->wide = kind == FN_F64;
     g->alpha = 1;
     if (given->how == FN_AND_MUL && !read_steps(arguments, g)) return 0;
+    if (g->activation == FN_SOFTCAP && (given->how != FN_FUNCTION || !read_softcap(arguments, kind, g))) return 0;
     /* What Python reports; and a weight with a row for each head, which no function with a gate takes. */
     if (g->activation < 0 || (given->between && g->wide) || c->operand[FN_WEIGHT].stride) return 0;
     if (given->how == FN_AND_MUL && !given->between && (kind == FN_F16 || kind == FN_BF16)) g->between = kind;

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fusednorm.calls.c_enums import ByteKind, Flag, GateFlag, Kind, QuantizerFlag, RotationFlag
+from fusednorm.calls.c_enums import Activation, ByteKind, Flag, GateFlag, Kind, QuantizerFlag, RotationFlag
 from fusednorm.calls.call import (
-    ACTIVATIONS,
     Backward,
     Forward,
     Gate,
@@ -200,7 +199,7 @@ def pack_gate(call: Gate | GateBackward, threads: int = 1) -> bytes:
         operands = tuple(map(_operand, (call.d, call.y, call.z, call.dy, call.dz), call.strides))
     wide = any(t is not None and t.dtype == torch.float64 for t in (call.y, call.z))
     return _GATE.pack(
-        *(isinstance(call, GateBackward), ACTIVATIONS.index(call.activation), KINDS[call.between], wide),
+        *(isinstance(call, GateBackward), Activation[call.activation.upper()], KINDS[call.between], wide),
         *(threads, call.rows, call.inner, call.hidden_size, *steps_in_c(call.steps, call.interleaved)),
         *itertools.chain(*operands),
     )
@@ -219,7 +218,7 @@ def pack_norm_gated(call: NormGated, threads: int = 1) -> bytes:
         flag, norm = GATE_BEFORE, norm._replace(strides=(packed, *norm.strides[1:]))
         y, out = _operand(norm.x, x_strides), _passed(operation.x, inner, operation.hidden_size)
     return pack_forward(norm, threads, flag) + _GATE.pack(
-        *(0, ACTIVATIONS.index(call.activation), 0, wide, threads, norm.rows, inner, operation.hidden_size),
+        *(0, Activation[call.activation.upper()], 0, wide, threads, norm.rows, inner, operation.hidden_size),
         *_NO_STEPS,
         *itertools.chain(_ABSENT, y, _operand(call.z, call.z_strides), out, _ABSENT),
     )
@@ -246,7 +245,7 @@ def pack_norm_gated_backward(call: NormGatedBackward, threads: int = 1) -> bytes
         *(*of_norm[0], *_ABSENT, *of_norm[1], *_operand(call.rstd), *_operand(call.weight)),
         *(*of_norm[2], *_ABSENT, *_ABSENT, *_operand(call.dweight)),
     ) + _GATE.pack(
-        *(1, ACTIVATIONS.index(call.activation), 0, wide, threads, call.rows, inner, hidden_size),
+        *(1, Activation[call.activation.upper()], 0, wide, threads, call.rows, inner, hidden_size),
         *_NO_STEPS,
         *itertools.chain(*of_gate),
     )

@@ -66,13 +66,14 @@ class QuantizerFlag(IntEnum):
 
 
 class Activation(IntEnum):
-    """The function of a gate."""
+    """The function of a gate. SOFTCAP: of z alone; the limit is its cap."""
 
     SILU = 0
     SIGMOID = 1
     GELU_TANH = 2
     GELU = 3
     RELU2 = 4
+    SOFTCAP = 5
 
 
 class GateFlag(IntEnum):

@@ -22,7 +22,7 @@ Strides: TypeAlias = tuple[int, int]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 #: The names of the functions that a gate goes through.
-ACTIVATIONS = tuple(activation.name.lower() for activation in Activation)
+ACTIVATIONS = tuple(one.name.lower() for one in Activation if one is not Activation.SOFTCAP)
 
 
 def accumulator(x_dtype: torch.dtype) -> torch.dtype:
@@ -72,7 +72,8 @@ class Step(NamedTuple):
     quantization: Quantization | None = None
     #: Of "rotate": the dtypes of heads, products and results.
     dtypes: tuple[torch.dtype, ...] = ()
-    #: Of "gate" and "gate_backward": "gate_steps" for any of :class:`GateSteps`, and "gate_interleaved".
+    #: Of "gate" and "gate_backward": "gate_steps" for any of :class:`GateSteps`, "gate_interleaved", and "softcap" for
+    #: that function.
     also: tuple[str, ...] = ()
 
 
@@ -384,7 +385,8 @@ class Rotate(NamedTuple):
 class GateSteps(NamedTuple):
     """The optional steps of a gate whose function is silu: docs/spec.md, section 10."""
 
-    #: y is limited to [-limit, limit], and z, or the function's value, to at most limit; 0: they are not.
+    #: y is limited to [-limit, limit], and z, or the function's value, to at most limit; 0: they are not. Of the
+    #: function "softcap" it is the cap.
     limit: float = 0.0
     #: The function is ``z * sigmoid(alpha * z)``.
     alpha: float = 1.0
@@ -405,7 +407,7 @@ class Gate(NamedTuple):
     z: Tensor
     #: [..., N], receives the products, rounded to its dtype. It may be y or z itself.
     out: Tensor
-    #: The function, of :data:`fusednorm.calls.call.ACTIVATIONS`.
+    #: The function, of :data:`fusednorm.calls.call.ACTIVATIONS`; or without y "softcap".
     activation: str
     #: The dtype that the function's value is rounded to before it is multiplied; None: it is not rounded.
     between: torch.dtype | None

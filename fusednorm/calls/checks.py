@@ -188,6 +188,20 @@ def check_gate_steps(steps: GateSteps, activation: str) -> None:
         raise ValueError(f"activation must be 'silu' with limit, alpha, up_offset or round_steps, got {activation!r}")
 
 
+def check_cap(cap: object, z: Tensor) -> None:
+    """The cap of a softcap: a normal number of the type in which it is computed."""
+    given = number("cap", cap)
+    if isinstance(given, torch.SymFloat | torch.SymInt):
+        return
+    wide = accumulator(z.dtype)
+    bounds = torch.finfo(wide)
+    if not bounds.smallest_normal <= given <= bounds.max:
+        raise ValueError(
+            f"cap must be finite and greater than 0, and a normal number of {str(wide)[6:]}, got {cap!r}; without a cap, "
+            "leave out the call"
+        )
+
+
 def check_gate_numbers(limit: float | None, alpha: float, up_offset: float, clamp: str) -> tuple[float, float, float]:
     """The numbers of a gate's optional steps as floats; the limit is 0 where there is none."""
     most = 0.0 if limit is None else number("limit", limit)
@@ -576,7 +590,7 @@ def number(name: str, value: object) -> float:
         return cast(float, value)
     if not isinstance(value, Real):
         cure = "pass a float, such as 1e-06"
-        if value is None:
+        if value is None and name in _LEFT_OUT:
             cure = f"leave it out for {_LEFT_OUT[name]}"
         elif isinstance(value, Tensor):
             cure = f"pass {name}.item()"

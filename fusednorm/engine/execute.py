@@ -301,7 +301,7 @@ def backward(
 class Gating(NamedTuple):
     """A gate's function and roundings: the flags of ``torch.ops.fusednorm.gate``."""
 
-    #: The function, of :data:`fusednorm.calls.call.ACTIVATIONS`.
+    #: The function, of :data:`fusednorm.calls.call.ACTIVATIONS`; or without y "softcap".
     activation: str = "silu"
     #: The dtype that the function's value is rounded to before it is multiplied, or None.
     between: torch.dtype | None = None
@@ -325,6 +325,8 @@ _NO_STEPS = GateSteps()
 
 def backend_of_gates(z: Tensor, step: str, gating: Gating, interleaved: bool = False) -> Chosen | None:
     """The backend for such rows, if it has such gates, or their gradients."""
+    if gating.activation == "softcap":
+        return whole_of(operation_of(z, None, None, Flags()), Step(step, also=("softcap",)))
     also = ("gate_steps",) * (gating.steps != _NO_STEPS) + ("gate_interleaved",) * interleaved
     return whole_of(operation_of(z, None, None, Flags()), Step(step, also=also))
 

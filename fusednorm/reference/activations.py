@@ -1,7 +1,7 @@
 """Gates in plain torch operations: docs/spec.md, section 10. Every backend must return these bits.
 
 Where a docstring says "in the accumulator type", a function takes float32 or float64, and computes in it.
-``tests/exponential.py`` and ``tests/gaussian.py`` compute the constants.
+``tests/exponential.py``, ``tests/gaussian.py`` and ``tests/tangent.py`` compute the constants.
 """
 
 from __future__ import annotations
@@ -97,6 +97,35 @@ NORMALS = {
             *(1.0, 2.4486078023752373, 2.8048196650286474, 1.9879412721470942, 0.9709254688978015, 0.3440603623654912),
             *(0.09056345433009885, 0.017778255484259146, 0.0025636971645432434, 0.00026035316506638743),
             *(1.691089682546533e-05, 5.396151168232371e-07),
+        ),
+    ),
+}
+
+
+class Tangent(NamedTuple):
+    """The constants of tanh for one type."""
+
+    #: From here on, it is 1.
+    flat: float
+    #: Of a polynomial of the square, below 3/4.
+    tangent: tuple[float, ...]
+
+
+TANGENTS = {
+    torch.float32: Tangent(
+        10.0,
+        (
+            *(-0.3333333134651184, 0.1333317905664444, -0.05393585190176964, 0.021615318953990936),
+            *(-0.00793380755931139, 0.0019095024326816201),
+        ),
+    ),
+    torch.float64: Tangent(
+        20.0,
+        (
+            *(-0.3333333333333333, 0.13333333333332661, -0.05396825396758208, 0.021869488509711037),
+            *(-0.008863234987439102, 0.0035921213885060418, -0.0014557818253310693, 0.0005897469986953327),
+            *(-0.00023809406936979282, 9.42476297649358e-05, -3.449472469998217e-05, 1.0048053928129499e-05),
+            -1.6408599646831444e-06,
         ),
     ),
 }
@@ -226,6 +255,59 @@ class Gelu(torch.autograd.Function):
             return slope * tangent, (2 - z * z) * d, -z * d
 
 
+def _tanh(x: Tensor) -> Tensor:
+    """tanh(x) in the accumulator type."""
+    scheme, a = TANGENTS[x.dtype], x.abs()
+    t = a * a
+    low = _polynomial(t, t * t, scheme.tangent) * t * a + a
+    high = 1 - 2 / (exponential(2 * within(a, 0, scheme.flat)) + 1)
+    return torch.copysign(torch.where(a < 0.75, low, high), x)
+
+
+class Tanh(torch.autograd.Function):
+    """tanh, of which every derivative consists."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        """It is of the accumulator type."""
+        return _tanh(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        """Keeps the output."""
+        ctx.save_for_backward(output)
+        ctx.save_for_forward(output)
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> Tensor:
+        """The gradient of x."""
+        (th,) = ctx.saved_tensors
+        return d * _slope_of_tanh(th)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        """The tangent."""
+        with outer_levels():
+            (th,) = primals(ctx)
+            return tangent * _slope_of_tanh(th)
+
+
+def _slope_of_tanh(th: Tensor) -> Tensor:
+    return (1 - th) * (1 + th)
+
+
+def softcap(z: Tensor, cap: float, between: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """cap * tanh(z / cap) in the accumulator type, and its derivative; both can be differentiated again.
+
+    ``between``: the dtype that the quotient, the hyperbolic tangent and the product are rounded to, or None.
+    """
+    c = constant(cap, z)
+    th = _rounded_step(Tanh.apply(_rounded_step(z / c, between)), between)  # type: ignore[no-untyped-call]
+    return _rounded_step(c * th, between), _slope_of_tanh(th)
+
+
 def activated(z: Tensor, activation: str) -> Tensor:
     """A gate through its function, in the accumulator type."""
     if activation == "gelu":
@@ -296,6 +378,8 @@ def _factors(
     limit = steps.limit
     wide = accumulator(z.dtype if y is None else torch.promote_types(y.dtype, z.dtype))
     g, u = widened(z, wide), None if y is None else widened(y, wide)
+    if activation == "softcap":
+        return _Factors(None, *softcap(g, limit, between), None, None, None)
     slope = u_inside = z_inside = a_inside = None
     if limit and steps.clamp == "before":
         limited = _no_more(g, limit, z.dtype)
@@ -326,7 +410,7 @@ def gated(
     Args:
         y: [..., N], float16, bfloat16, float32 or float64; or None.
         z: [..., N], any of these dtypes.
-        activation: the gate's function, of :data:`ACTIVATIONS`.
+        activation: the gate's function, of :data:`ACTIVATIONS`; or without y "softcap".
         between: the dtype that the gate is rounded to before it is multiplied, or None.
         out_dtype: the dtype of the result.
         steps: those of :class:`fusednorm.calls.call.GateSteps`.
