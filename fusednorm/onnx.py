@@ -37,6 +37,7 @@ _TRANSLATED = (
     "gate",
     "gelu",
     "relu2",
+    "softcap",
     "quantize",
 )
 

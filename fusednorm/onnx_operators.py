@@ -20,7 +20,7 @@ from onnxscript import opset23 as op23
 from fusednorm.calls.call import Flags, GateSteps
 from fusednorm.calls.quantization import MOST, Quantization
 from fusednorm.onnx import OPSET, UntranslatedError
-from fusednorm.reference.activations import INNER, NORMALS, OUTER, SCHEMES
+from fusednorm.reference.activations import INNER, NORMALS, OUTER, SCHEMES, TANGENTS
 from fusednorm.reference.norm import SEGMENT
 
 _F32, _F64, _I32, _I64 = (getattr(ir.DataType, name) for name in ("FLOAT", "DOUBLE", "INT32", "INT64"))
@@ -133,6 +133,16 @@ def gelu(exact: bool, z: Value, out_dtype: Any = None, activation: str = "gelu")
 
 
 relu2 = partial(gelu, activation="relu2")
+
+
+def softcap(exact: bool, x: Value, cap: float = 30.0, round_steps: bool = False, out_dtype: Any = None) -> Value:
+    """A number with a cap: section 10."""
+    wide = _accumulator(x)
+    c, rounds = _constant(cap, wide), x.dtype if round_steps else None
+    v = _rounded_between(exact, op.Div(_widened(x, wide), c), wide, rounds)
+    th = _rounded_between(exact, _tanh(v, wide) if exact else op.Tanh(v), wide, rounds)
+    y = _rounded_between(exact, op.Mul(th, c), wide, rounds)
+    return _rounded(exact, y, wide, out_dtype or x.dtype)
 
 
 def _limit(limit: float, dtype: Any, wide: Any) -> Value:
@@ -311,6 +321,20 @@ def _gelu(z: Value, wide: Any) -> Value:
     tail = op.Mul(op.Mul(a, op.Div(above, below)), e)
     tail = op.Where(op.Greater(a, number(normal.reach)), number(0.0), tail)
     return op.Sub(op.Where(op.Less(z, number(0.0)), op.Sub(z, z), z), tail)
+
+
+def _tanh(x: Value, wide: Any) -> Value:
+    """tanh, as the specification has it."""
+    scheme, number = TANGENTS[torch.float64 if wide == _F64 else torch.float32], partial(_constant, dtype=wide)
+    a = op.Abs(x)
+    t = op.Mul(a, a)
+    low = op.Add(op.Mul(op.Mul(_polynomial(t, op.Mul(t, t), scheme.tangent, wide), t), a), a)
+    p, first, second = _exponential(op.Mul(_no_more(a, number(scheme.flat)), number(2.0)), wide)
+    e = op.Mul(op.Mul(p, first), second)
+    high = op.Sub(number(1.0), op.Div(number(2.0), op.Add(e, number(1.0))))
+    th = op.Where(op.Less(a, number(0.75)), low, high)
+    # 0 is left out: a product with it, or a choice, would lose the sign of -0.
+    return op.Where(op.Equal(a, number(0.0)), x, op.Mul(th, op.Sign(x)))
 
 
 def _polynomial(x: Value, square: Value, coefficients: Sequence[float], wide: Any) -> Value:

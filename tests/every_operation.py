@@ -60,6 +60,7 @@ FUNCTIONS = {
     "rotate": {"x": Q} | TURN | {"out": torch.zeros(4, 2, 6)},
     "silu_and_mul": {"gate": X, "up": Z} | OUT,
     "silu_and_mul_quant": {"gate": X, "up": Z} | GIVEN | {"out": NUMBERS},
+    "softcap": {"x": X, "cap": 0.7} | OUT,
 }
 #: The operands that a function in place writes.
 IN_PLACE = {

@@ -332,6 +332,16 @@ def function_alone(given):
     given.output("out", shape, given.some_dtype() if given.chance(0.1) else given.dtype)
 
 
+def softcap(given):
+    shape = given.shape()
+    given.operand("x", shape, given.dtype)
+    given.flag(1.0, "cap", 30.0, 0.3, 50, *([math.nan] * given.chance(0.03)))
+    given.flag(0.4, "round_steps", True)
+    given.flag(0.2, "out_dtype", given.some_dtype())
+    given.gradients = given.chance(0.4)
+    given.output("out", shape, given.some_dtype() if given.chance(0.1) else given.dtype)
+
+
 def and_mul(given):
     shape = given.shape()
     if given.chance(0.5):
@@ -458,6 +468,7 @@ OPERATIONS = {
     "gelu_and_mul": and_mul,
     "gelu": function_alone,
     "relu2": function_alone,
+    "softcap": softcap,
     "relu2_quant": quantizer,
     "rms_norm_gated": norm_gated,
     "quantize": quantizer,

@@ -115,13 +115,15 @@ class Call:
         if "Tensor" in kind:
             return self.tensor(name, 0.3 * kind.startswith("Optional"))
         if kind in ("float", "number"):
-            usual = {"limit": (0.0, 0.0, 0.0, 0.5), "alpha": (1.0, 1.0, 1.0, 1.702)}.get(name)
+            usual = {"limit": (0.0, 0.0, 0.0, 0.5), "alpha": (1.0, 1.0, 1.0, 1.702), "cap": (0.7, 30.0)}.get(name)
             usual = (0.0, 0.0, 0.0, 1.0) if name == "up_offset" else usual
             return random.choice(NUMBERS if usual is None or random.random() < 0.1 else usual)
         if kind == "bool":
             return random.random() < (0.2 if name == "round_steps" else 0.5)
         if kind == "List[bool]":  # which of so many gradients, or of another number of them
-            count = {"gate_backward": 2, "gelu_backward": 1, "relu2_backward": 1}.get(self.name, 3)
+            count = {"gate_backward": 2, "gelu_backward": 1, "relu2_backward": 1, "softcap_backward": 1}.get(
+                self.name, 3
+            )
             count = count if not self.wrong or random.random() < 0.95 else random.choice((0, 1, 4))
             return [random.random() < 0.7 for _ in range(count)]
         if kind == "str":

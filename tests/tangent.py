@@ -27,9 +27,7 @@ def constants(round_to, count):
         found = mpmath.lu_solve(mpmath.matrix([[t**j for j in range(count)] for t in points]), [*map(exact, points)])
         coefficients = tuple(map(round_to, found))
         samples = ((END * i / 400) ** 2 for i in range(1, 401))
-        errors = [
-            (1 + mpmath.polyval(coefficients[::-1], t) * t) / (1 + exact(t) * t) - 1 for t in samples
-        ]
+        errors = [(1 + mpmath.polyval(coefficients[::-1], t) * t) / (1 + exact(t) * t) - 1 for t in samples]
         return {"tangent": coefficients, "error": float(max(map(abs, errors)))}
 
 

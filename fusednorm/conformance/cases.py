@@ -115,6 +115,7 @@ NAMES = {
     "gelu_and_mul": (("gate", "up"), ("out",)),
     "gelu": (("z",), ("out",)),
     "relu2": (("z",), ("out",)),
+    "softcap": (("x",), ("out",)),
     "rms_norm_gated": (("x", "gate", "weight"), ("out",)),
     "silu_and_mul_quant": (("gate", "up"), ("out", "scale")),
     "fused_add_rms_norm_quant": (("x", "residual", "weight", "scale", "zero_point"), ("out", "scale", "residual_out")),

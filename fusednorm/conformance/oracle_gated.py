@@ -49,6 +49,27 @@ _NORMAL = {
 }
 
 
+#: Of tanh: from where on it is 1, and the coefficients of a polynomial of the square.
+_TANGENT = {
+    np.float32: (
+        10,
+        (
+            *("-0x1.555554p-2", "0x1.111042p-3", "-0x1.b9d7aep-5", "0x1.622538p-6"),
+            *("-0x1.03f99ap-7", "0x1.f4908ap-10"),
+        ),
+    ),
+    np.float64: (
+        20,
+        (
+            *("-0x1.5555555555555p-2", "0x1.111111111101fp-3", "-0x1.ba1ba1ba03fdep-5", "0x1.664f487b7c37ep-6"),
+            *("-0x1.226e3434333f1p-7", "0x1.d6d397c6172ccp-9", "-0x1.7d9fdd51d36fap-10", "0x1.353280941795ap-11"),
+            *("-0x1.f351c7b8d9d91p-13", "0x1.8b4d9f3447ab6p-14", "-0x1.215cdb73c8b35p-15", "0x1.51282042d0b9ap-17"),
+            "-0x1.b87709c583a0fp-20",
+        ),
+    ),
+}
+
+
 class _Exponential:
     """exp of each element, apart as a number near 1 and a power of two."""
 
@@ -222,6 +243,29 @@ def _function(activation, leaves, incoming, out_dtype=None):
     f, slope = activated(_wide(z, kind), activation)
     with np.errstate(all="ignore"):
         return _rounded(f, out_dtype or z.dtype), _rounded(_wide(d, kind) * slope, z.dtype)
+
+
+def _tanh(x):
+    flat, texts = _TANGENT[x.dtype.type]
+    one, two, a = x.dtype.type(1), x.dtype.type(2), np.abs(x)
+    t = a * a
+    low = (_horner(texts, t) * t) * a + a
+    high = one - two / (_Exponential(two * np.minimum(a, x.dtype.type(flat))).times(one) + one)
+    return np.copysign(np.where(a < 0.75, low, high), x)
+
+
+@np.errstate(all="ignore")
+def softcap(leaves, incoming, cap, round_steps=False, out_dtype=None):
+    (x,), (d,) = leaves, incoming
+    kind = np.float64 if x.dtype == torch.float64 else np.float32
+
+    def step(value):
+        return _wide(_rounded(value, x.dtype), kind) if round_steps else value
+
+    c = kind(cap)
+    th = step(_tanh(step(_wide(x, kind) / c)))
+    slope = (kind(1) - th) * (kind(1) + th)
+    return _rounded(step(c * th), out_dtype or x.dtype), _rounded(_wide(d, kind) * slope, x.dtype)
 
 
 gelu, relu2 = (functools.partial(_function, activation) for activation in ("gelu", "relu2"))

@@ -258,6 +258,17 @@ def test_functions_alone(mode, agree, function):
             check_call(agree, function, {"z": z * 3}, data, {"out_dtype": out})
 
 
+@pytest.mark.left_out("cuda", "triton_ptx", "triton", "triton_cpu")
+def test_functions_alone_with_a_cap(mode, agree):
+    """Whole tiles too, and steps that are rounded."""
+    sizes, caps = (1, 33, 512, 1030), (0.7, 30.0)
+    axes = (DTYPES, (None, *DTYPES), ("normal", *DATA), sizes, caps, (False, True))
+    for dtype, out, data, hidden, cap, round_steps in covering(*axes):
+        if dtype == F64 or out != F64:
+            x = operands(Case(4, hidden).of(dtype))[0] * 2 * cap
+            check_call(agree, "softcap", {"x": x}, data, {"out_dtype": out}, cap=cap, round_steps=round_steps)
+
+
 @pytest.mark.left_out("cuda", "triton_ptx", "triton_cpu")
 def test_many_and_long_rows_of_heads(mode, agree):
     """Blocks of rows whose last one is shorter, in sums of gradients of heads; rows that a GPU reads twice."""

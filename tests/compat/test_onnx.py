@@ -128,6 +128,10 @@ def test_bits_of_gates_and_rotations():
         for s, dtypes in (({}, (BF16, F16)), ({"round_steps": True}, (BF16, BF16)), ({}, (F32, F32)))
     ]
     calls += [(lambda y, z, *_, f=f: f(z), (F32, F32)) for f in (fusednorm.gelu, fusednorm.relu2)]
+    calls += [
+        (lambda y, z, *_, s=s: fusednorm.softcap(z, 0.7, round_steps=s), (dtype, dtype))
+        for s, dtype in itertools.product((False, True), (F32, BF16))
+    ]
     for interleaved, dtypes in itertools.product((False, True), ((BF16, F32, F32, F32), (F32,) * 4)):
         flags = {"interleaved": interleaved, "round_products": dtypes[0] == BF16}
         for size in (16, 20):  # of heads: all of them rotated, or the first 16 numbers

@@ -9,10 +9,11 @@ import gaussian
 import mpmath  # sympy's, which torch asks for
 import numpy
 import pytest
+import tangent
 import torch
 
 import fusednorm
-from fusednorm import gate, gate_, silu_and_mul
+from fusednorm import gate, gate_, silu_and_mul, softcap
 from fusednorm.backends import cpu
 from fusednorm.calls import fast_path
 from fusednorm.calls.c_abi import KINDS, steps_in_c
@@ -29,19 +30,22 @@ Y, Z = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(0)).unbind()
 
 
 @pytest.mark.parametrize("name", exponential.TYPES)
-@pytest.mark.parametrize("script", [exponential, gaussian])
+@pytest.mark.parametrize("script", [exponential, gaussian, tangent])
 def test_constants_are_those_of_the_script(script, name):
     """In the reference, in C and in the specification."""
     found = script.constants(*script.TYPES[name])
     found.pop("error")
-    schemes = activations.SCHEMES if script is exponential else activations.NORMALS
-    scheme = schemes[getattr(torch, name)]
+    schemes = {exponential: activations.SCHEMES, gaussian: activations.NORMALS, tangent: activations.TANGENTS}
+    scheme = schemes[script][getattr(torch, name)]
     assert {key: getattr(scheme, key) for key in found} == found
     wanted = {number for value in found.values() for number in (value if isinstance(value, tuple) else (value,))}
     wanted -= {0.5, 1.0}
-    for path in ("cpu/kernels/gate_body.h", "csrc/activations.cuh", "docs/spec.md"):
-        written = re.findall(r"\b0x[0-9a-f.]+p[-+]\d+", (ROOT / path).read_text())
+    of_gpus = [] if script is tangent else ["csrc/activations.cuh"]
+    for path in ("cpu/kernels/gate_body.h", "docs/spec.md", *of_gpus):
+        written = re.findall(r"-?\b0x[0-9a-f.]+p[-+]\d+", (ROOT / path).read_text())
         assert wanted <= set(map(float.fromhex, written)), path
+    if script is tangent:
+        return
     kernels = (ROOT / "backends/triton/kernels/gates.py").read_text()
     written = map(float, re.findall(r"\b\d\.\d+(?:e[-+]\d+)?\b", kernels))
     rounded = numpy.float32 if name == "float32" else float
@@ -261,6 +265,88 @@ CONTRACTS = {
         {"limit": 7.0, "clamp": "after"},
     ),
 }
+
+
+def tanh(x):
+    """The specification's, rounded to x's dtype."""
+    return softcap(x, 1.0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("cap", [30.0, 50.0, 0.3])
+def test_softcap_of_gemma_2(cap, dtype, backend):
+    """The bits of the model's formula, with the specification's tanh, and its derivative with the tanh that is rounded."""
+    x = (torch.randn(3, 1030, generator=torch.Generator().manual_seed(3)) * 2 * cap).to(dtype)
+    x[0, :4] = torch.tensor([math.nan, math.inf, -math.inf, -0.0])
+    x.requires_grad_()
+    with fusednorm.use_backend(backend):
+        found = softcap(x, cap, round_steps=True)
+        assert bits(found) == bits(tanh(x / cap) * cap)
+        (gradient,) = torch.autograd.grad(found.float().sum(), x)
+        th = tanh(x / cap).detach().to(activations.accumulator(dtype))
+    assert bits(gradient) == bits(((1 - th) * (1 + th)).to(dtype))
+    assert found[0, :3].nan_to_num(7.0, 1e9, 1e9).tolist() == [7.0, *torch.tensor([cap, -cap]).to(dtype).tolist()]
+
+
+def bits(tensor):
+    return tensor.detach().nan_to_num(12345.0, math.inf, -math.inf).view(torch.uint8).tolist()
+
+
+def test_errors_of_tanh():
+    """At most 1.06 ulp in float32, at samples of each binade and near 3/4, and 1 ulp in float64."""
+    z = torch.arange(0x38000000, 0x41300000, 997, dtype=torch.int32)
+    z = torch.cat((z, torch.arange(0x3F400000 - 5000, 0x3F400000 + 400_000, 3, dtype=torch.int32))).view(torch.float32)
+    exact = torch.tanh(z.double())
+    assert ((tanh(z).double() - exact).abs() <= 1.06 * torch.exp2((torch.frexp(exact)[1] - 24).double())).all()
+    z = torch.cat((torch.linspace(1e-3, 2, 1501), torch.linspace(2, 24, 301))).double()
+    for number, found in zip(z.tolist(), tanh(z).tolist(), strict=True):
+        with mpmath.workdps(40):
+            exact = mpmath.tanh(mpmath.mpf(number))
+            assert abs(found - exact) <= mpmath.mpf(2) ** (mpmath.frexp(exact)[1] - 53), number
+    for ends in (torch.tensor([0.0, -0.0, 1e-40, 3e38, math.inf]), torch.tensor([5e-324, 1e308]).double()):
+        assert bits(tanh(ends)) == bits(ends.clamp(max=1.0))
+        assert bits(tanh(-ends)) == bits(-ends.clamp(max=1.0))
+    assert tanh(torch.tensor(math.nan)).isnan()
+
+
+@pytest.mark.parametrize("round_steps", [False, True])
+def test_derivatives_of_softcap(round_steps):
+    x = torch.linspace(-6, 6, 9, dtype=torch.float64, requires_grad=True)
+
+    def call(x):
+        return softcap(x, 2.0, round_steps=round_steps)
+
+    assert torch.autograd.gradcheck(call, x, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(call, x)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ((0.0,), ValueError, "cap must be finite and greater than 0"),
+        ((-1,), ValueError, "cap must be finite and greater than 0"),
+        ((math.inf,), ValueError, "cap must be finite and greater than 0"),
+        ((math.nan,), ValueError, "cap must be finite and greater than 0"),
+        ((1e-40,), ValueError, "a normal number of float32, got 1e-40"),
+        ((None,), TypeError, "cap must be a number, got NoneType; pass a float"),
+        (("2",), TypeError, "cap must be a number, got str"),
+        ((2.0,), TypeError, "round_steps must be True or False"),
+    ],
+)
+def test_refused_caps(arguments, error, words):
+    flags = {"round_steps": 1} if "round_steps" in words else {}
+    with pytest.raises(error, match=words):
+        softcap(Z, *arguments, **flags)
+
+
+def test_softcap_is_no_activation():
+    with pytest.raises(
+        ValueError, match="activation must be one of 'silu', 'sigmoid', 'gelu_tanh', 'gelu', 'relu2', got"
+    ):
+        gate(Y, Z, activation="softcap")
+    with pytest.raises(ValueError, match="activation must be one of"):
+        fusednorm.rms_norm_gated(Y, Z, activation="softcap")
 
 
 def near(limit, dtype):
