@@ -2,8 +2,8 @@
 
     python tests/tangent.py
 
-tanh(a) = (c * t) * a + a below 3/4, with t = a^2 and a polynomial c of t. It agrees with the exact function at Chebyshev's
-points, which comes close to the least greatest error; the coefficients are rounded to the type after that.
+tanh(a) = (c * t) * a + a below 3/4, with t = a^2 and a polynomial c of t. It agrees with the exact function at
+Chebyshev's points, which comes close to the least greatest error; the coefficients are rounded to the type after that.
 test_gated.py compares them with what the reference, C and the specification have.
 """
 

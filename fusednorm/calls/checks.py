@@ -197,8 +197,8 @@ def check_cap(cap: object, z: Tensor) -> None:
     bounds = torch.finfo(wide)
     if not bounds.smallest_normal <= given <= bounds.max:
         raise ValueError(
-            f"cap must be finite and greater than 0, and a normal number of {str(wide)[6:]}, got {cap!r}; without a cap, "
-            "leave out the call"
+            f"cap must be finite and greater than 0, and a normal number of {str(wide)[6:]}, got {cap!r}; "
+            "without a cap, leave out the call"
         )
 
 
