@@ -166,6 +166,11 @@ def right(name, operands, roles, first="x"):
     return heads | {(name, first, kind) for kind, fits in fit.items() if fits}
 
 
+def defaulted(parameter):
+    """Whether it may be left out."""
+    return parameter.default is not parameter.empty
+
+
 def tensors(operands):
     """The names of those operands that are tensors."""
     return [key for key, t in operands.items() if isinstance(t, torch.Tensor)]
@@ -181,7 +186,8 @@ for operation in dict.fromkeys(PUBLIC.values()):
     for name, function in operation.functions.items():
         outputs = {one.name: torch.zeros_like(of_role(one.role, 0)) for one in declaration.returned}
         taken = inspect.signature(function).parameters
-        FUNCTIONS[name] = operands | {key: t for key, t in outputs.items() if key in taken}
+        must = {key: declaration.flags[key] for key in declaration.flags if key in taken and not defaulted(taken[key])}
+        FUNCTIONS[name] = operands | must | {key: t for key, t in outputs.items() if key in taken}
         RIGHT |= right(name, FUNCTIONS[name], roles, next(iter(operands)))
         if name.endswith("_"):
             IN_PLACE[name] = tuple(one.overwrites for one in declaration.returned)

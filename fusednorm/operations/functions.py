@@ -119,7 +119,7 @@ _SOFTCAP = _Softcap(
     "softcap",
     flags={"cap": 30.0, "round_steps": False},
     check=_check_cap,
-    samples=({}, {"cap": 0.7, "round_steps": True}),
+    samples=({"cap": 30.0}, {"cap": 0.7, "round_steps": True}),
     refused=(
         ({"cap": "2"}, TypeError, "cap must be a number"),
         ({"cap": 0.0}, ValueError, "cap must be finite and greater than 0"),
