@@ -1,7 +1,8 @@
 /*
  * The functions of gates as docs/spec.md, section 10, defines them, and their slopes. gate_body.h includes this file once for
- * each type, with the constants of tests/exponential.py, gaussian.py and tangent.py: REAL is the type, WHOLE an unsigned integer of its size,
- * OF gives a name its suffix, and SIZE is an attribute; these four end with the file. All of it is plain C on one element, which compilers turn
+ * each type, with the constants of tests/exponential.py, gaussian.py and tangent.py: REAL is the type, WHOLE an unsigned
+ * integer of its size,
+ * and OF gives a name its suffix; these three end with the file. All of it is plain C on one element, which compilers turn
  * into vectors.
  */
 
@@ -193,10 +194,10 @@ FN_INLINE REAL OF(tangent_of)(REAL x) {
 
 /*
  * Elements through softcap, whose cap is the gate's limit, each step rounded to the kind between; and with the slope unless that
- * is NULL. SIZE: of double the function is made small, because models have no such logits.
+ * is NULL.
  */
-SIZE static FN_NOINLINE void OF(softcap)(const struct fn_gate *g, const REAL *restrict z, int n, REAL *restrict f,
-                                         REAL *restrict slope) {
+static FN_NOINLINE void OF(softcap)(const struct fn_gate *g, const REAL *restrict z, int n, REAL *restrict f,
+                                    REAL *restrict slope) {
     const REAL cap = (REAL)g->limit;
     FN_VECTORS()
     for (int i = 0; i < n; i++) f[i] = z[i] / cap;
@@ -209,7 +210,6 @@ SIZE static FN_NOINLINE void OF(softcap)(const struct fn_gate *g, const REAL *re
     for (int i = 0; i < n; i++) f[i] *= cap;
     OF(round_tile)(g->between, f, n);
 }
-#undef SIZE
 #undef POLYNOMIAL
 #undef REAL
 #undef WHOLE

@@ -37,7 +37,6 @@ static void activate_any_float(int activation, float alpha, const float *z, int 
 static void activate_any_double(int activation, double alpha, const double *z, int n, double *f, double *slope);
 
 #define REAL float
-#define SIZE
 #define WHOLE uint32_t
 #define OF(name) name##_float
 #define bits_of_float bits_of_f32
@@ -66,7 +65,6 @@ static void activate_any_float(int activation, float alpha, const float *z, int 
 }
 
 #define REAL double
-#define SIZE __attribute__((cold))
 #define WHOLE uint64_t
 #define OF(name) name##_double
 #define bits_of_double bits_of_f64
