@@ -87,7 +87,7 @@ def test_who_scales_x():
     ("arguments", "error", "words"),
     [
         ({"function": torch.add}, TypeError, "function must be one of .*fused_add_rms_norm, .*, got 'add'"),
-        ({"function": 3}, TypeError, "function must be one of .*silu_and_mul_quant, got 3"),
+        ({"function": 3}, TypeError, "function must be one of .*silu_and_mul_quant, softcap, got 3"),
         ({"function": fusednorm.fused_add_rms_norm}, TypeError, "fused_add_rms_norm takes a residual"),
         ({"function": fusednorm.rms_norm_add}, TypeError, "rms_norm_add takes a residual"),
         ({"residual": RESIDUAL, "function": fusednorm.rms_norm_}, TypeError, "rms_norm_ takes no residual"),
