@@ -41,9 +41,10 @@ class _Function(Operation):
             joined=0,
             **declared,
         )
-        super().__init__(declaration, self._run, self._run_gradient)
-        constants = {"order": FUNCTION, "activation": activation}
-        self.on_fast_path = Entry("gate", self.read_by_c, constants=constants).of(activation, self._record)
+        entry = Entry("gate", self.read_by_c, constants={"order": FUNCTION, "activation": activation})
+        self.on_fast_path = entry.open(recorded=self._record)
+        of_graphs = entry._replace(names=self.read_by_c.replace(" out ", " ")).open()
+        super().__init__(declaration, self._run, self._run_gradient, of_graphs)
 
     def gating(self, z: Tensor, out_dtype: torch.dtype | None = None) -> Gating:
         """The function and its flags, of which gradients have no dtype of the result."""
@@ -70,6 +71,10 @@ class _Function(Operation):
         if out is not None or must_be_seen.transforms_active():
             return None
         return Gated.apply(self.gating(z, *flags), False, None, z)  # type: ignore[no-untyped-call]
+
+    def again(self, z: Tensor, gating: Gating) -> Any:
+        """The results once more, of which gradients can be differentiated."""
+        return cast(Any, self.recorded).apply(z, gating.out_dtype)
 
     def of(self, z: Tensor, out: Tensor | None, out_dtype: torch.dtype | None, **flags: Any) -> Tensor:
         """The results of the public function."""
@@ -108,6 +113,10 @@ class _Softcap(_Function):
         self, d: Tensor, x: Tensor, cap: float, round_steps: bool, needs: list[bool]
     ) -> tuple[Tensor | None]:
         return _by_formula(d, x, self.gating(x, cap, round_steps), needs)
+
+    def again(self, z: Tensor, gating: Gating) -> Any:
+        """The same, with the flags."""
+        return cast(Any, self.recorded).apply(z, gating.limit, gating.round_steps, gating.out_dtype)
 
 
 def _check_cap(x: Tensor, cap: float, **_: Any) -> None:

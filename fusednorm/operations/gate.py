@@ -379,8 +379,7 @@ class Gated(torch.autograd.Function):
         def again(*operands: Tensor | None) -> tuple[Tensor]:
             y, z = execute.rows_and_gate(operands, interleaved)
             if y is None:
-                flags = (gating.limit, gating.round_steps) if gating.activation == "softcap" else ()
-                return (cast(Any, DECLARED[gating.activation].recorded).apply(z, *flags, gating.out_dtype),)
+                return (cast(Any, DECLARED[gating.activation]).again(z, gating),)
             return (cast(Any, GATE.recorded).apply(y, z, *gating),)
 
         return None, None, *composed_again(again, operands, (d,), needs)
