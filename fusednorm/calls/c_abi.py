@@ -51,8 +51,7 @@ _pack, _pack_seven, _pack_four, _pack_one = (
 _QUANTIZATION, _RESULTS = struct.Struct("=3q5d"), struct.Struct("=12q")
 _GATE, _ROTATION = struct.Struct("=9q3d20q"), struct.Struct("=11q2d38q")
 _ABSENT: tuple[int, ...] = (0, 0, 0, 0)
-#: The flags and the numbers of a gate without optional steps.
-_NO_STEPS = 0, 0.0, 1.0, 0.0
+_ACTIVATIONS = {activation.name.lower(): activation.value for activation in Activation}
 
 
 def _operand(tensor: Tensor | None, strides: Strides = (0, 0)) -> tuple[int, ...]:
@@ -191,6 +190,9 @@ def steps_in_c(steps: GateSteps, interleaved: bool = False) -> tuple[int, float,
     return flags, limit, alpha, up_offset
 
 
+_NO_STEPS = steps_in_c(GateSteps())
+
+
 def pack_gate(call: Gate | GateBackward, threads: int = 1) -> bytes:
     """A gate, or its gradients, as ``struct fn_gate`` of ``cpu/abi/gate.h``."""
     if isinstance(call, Gate):
@@ -199,7 +201,7 @@ def pack_gate(call: Gate | GateBackward, threads: int = 1) -> bytes:
         operands = tuple(map(_operand, (call.d, call.y, call.z, call.dy, call.dz), call.strides))
     wide = any(t is not None and t.dtype == torch.float64 for t in (call.y, call.z))
     return _GATE.pack(
-        *(isinstance(call, GateBackward), Activation[call.activation.upper()], KINDS[call.between], wide),
+        *(isinstance(call, GateBackward), _ACTIVATIONS[call.activation], KINDS[call.between], wide),
         *(threads, call.rows, call.inner, call.hidden_size, *steps_in_c(call.steps, call.interleaved)),
         *itertools.chain(*operands),
     )
@@ -218,7 +220,7 @@ def pack_norm_gated(call: NormGated, threads: int = 1) -> bytes:
         flag, norm = GATE_BEFORE, norm._replace(strides=(packed, *norm.strides[1:]))
         y, out = _operand(norm.x, x_strides), _passed(operation.x, inner, operation.hidden_size)
     return pack_forward(norm, threads, flag) + _GATE.pack(
-        *(0, Activation[call.activation.upper()], 0, wide, threads, norm.rows, inner, operation.hidden_size),
+        *(0, _ACTIVATIONS[call.activation], 0, wide, threads, norm.rows, inner, operation.hidden_size),
         *_NO_STEPS,
         *itertools.chain(_ABSENT, y, _operand(call.z, call.z_strides), out, _ABSENT),
     )
@@ -245,7 +247,7 @@ def pack_norm_gated_backward(call: NormGatedBackward, threads: int = 1) -> bytes
         *(*of_norm[0], *_ABSENT, *of_norm[1], *_operand(call.rstd), *_operand(call.weight)),
         *(*of_norm[2], *_ABSENT, *_ABSENT, *_operand(call.dweight)),
     ) + _GATE.pack(
-        *(1, Activation[call.activation.upper()], 0, wide, threads, call.rows, inner, hidden_size),
+        *(1, _ACTIVATIONS[call.activation], 0, wide, threads, call.rows, inner, hidden_size),
         *_NO_STEPS,
         *itertools.chain(*of_gate),
     )

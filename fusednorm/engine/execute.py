@@ -325,9 +325,9 @@ _NO_STEPS = GateSteps()
 
 def backend_of_gates(z: Tensor, step: str, gating: Gating, interleaved: bool = False) -> Chosen | None:
     """The backend for such rows, if it has such gates, or their gradients."""
-    if gating.activation == "softcap":
-        return whole_of(operation_of(z, None, None, Flags()), Step(step, also=("softcap",)))
-    also = ("gate_steps",) * (gating.steps != _NO_STEPS) + ("gate_interleaved",) * interleaved
+    also: tuple[str, ...] = ("softcap",)
+    if gating.activation != "softcap":
+        also = ("gate_steps",) * (gating.steps != _NO_STEPS) + ("gate_interleaved",) * interleaved
     return whole_of(operation_of(z, None, None, Flags()), Step(step, also=also))
 
 
@@ -364,8 +364,8 @@ def gate(y: Tensor | None, z: Tensor, gating: Gating, out: Tensor | None = None)
     size, rows, given = z.shape[-1], z.shape[:-1].numel(), _given(out)
     if out is None:
         out, of_out = new_like(z, gating.out_dtype), (inner * size, size)
-    call = Gate(y, z, out, gating.activation, gating.between, size, rows, inner, (of_y, of_z, of_out))
-    _run(backend, call._replace(steps=gating.steps, interleaved=both is not None), given)
+    how, strides = (gating.activation, gating.between), (of_y, of_z, of_out)
+    _run(backend, Gate(y, z, out, *how, size, rows, inner, strides, gating.steps, both is not None), given)
     return out
 
 
@@ -428,8 +428,8 @@ def gate_gradients(
         (y, z), (dy, dz) = rows_and_gate([both], True), rows_and_gate([both_found], True)
     else:
         inner, strides, (d, y, z, dy, dz) = kept_in_levels((d,), (y, z, dy, dz))
-    call = GateBackward(d, y, z, dy, dz, activation, between, size, rows, inner, cast(Any, tuple(strides)))
-    backend.backward(call._replace(steps=steps, interleaved=interleaved))
+    levels = size, rows, inner, cast(Any, tuple(strides))
+    backend.backward(GateBackward(d, y, z, dy, dz, activation, between, *levels, steps, interleaved))
     return found
 
 
