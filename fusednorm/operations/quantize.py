@@ -219,6 +219,7 @@ def silu_and_mul_quant(
         RuntimeError: an operand requires grad while gradients are recorded: what is quantized has none.
     """
     new = between is None and out is None and scale_out is None and zero_point_out is None
+    rows: Tensor | None = None
     if new and _may_be_fast(quantization, None):
         rows = _and_mul(gate, up, None, limit, alpha, up_offset, clamp, interleaved, round_steps)
         result: tuple[Tensor, ...] | None = None
@@ -238,7 +239,9 @@ def silu_and_mul_quant(
     call.check(z)
     if (found := call.in_one_operator()) is not None:
         return found
-    return call.of_rows(silu_and_mul_unrounded(operands) if between else silu_and_mul(gate, up, **steps))
+    if rows is None:
+        rows = silu_and_mul_unrounded(operands) if between else silu_and_mul(gate, up, **steps)
+    return call.of_rows(rows)
 
 
 def relu2_quant(
