@@ -180,6 +180,8 @@ def quantize(
 ) -> tuple[Value, Value, Value]:
     """Numbers, scales and zero points of rows: section 9. Nothing of it depends on ``exact``."""
     quantization = Quantization.parse(text)
+    if quantization.scale_dtype is not None:
+        raise ValueError("a scale_dtype has no program of ONNX; leave it out: scales are float32 then")
     size, rank = _length(y), len(y.shape)
     group = quantization.group(size)
     # [..., groups, group]

@@ -6,6 +6,7 @@ a row for each function. The formulas are in docs/spec.md, section 9.
 
 import torch
 
+from fusednorm.calls.quantization import E8M0
 from fusednorm.calls.quantization import Quantization as Quantization
 
 #: vLLM's `scaled_int8_quant` of a token on a GPU, and the same with zero points.
@@ -54,3 +55,24 @@ DEEPGEMM_FP8_BLOCK_UE8M0 = Quantization(
 SGLANG_FP8_BLOCK_UE8M0 = Quantization(
     torch.float8_e4m3fn, per=128, scale_by="reciprocal", amax_floor=1e-10, round_scale="up_to_power_of_two"
 )
+#: DeepGEMM's `per_token_cast_to_fp8` with `use_ue8m0=True`, and `get_mn_major_tma_aligned_packed_ue8m0_tensor` of its
+#: scales, for DeepSeek-V3.2 and V4 on Blackwell.
+DEEPGEMM_FP8_BLOCK_PACKED = Quantization(
+    torch.float8_e4m3fn,
+    per=128,
+    apply="reciprocal",
+    amax_floor=1e-4,
+    layout="column_padded",
+    round_scale="up_to_power_of_two",
+    scale_dtype=torch.int32,
+)
+if E8M0 is not None:
+    #: `act_quant` of DeepSeek-V4's own inference code, with scales of float8_e8m0fnu; torch 2.6 has no such dtype.
+    DEEPSEEK_V4_FP8_BLOCK = Quantization(
+        torch.float8_e4m3fn,
+        per=128,
+        scale_by="reciprocal",
+        amax_floor=1e-4,
+        round_scale="up_to_power_of_two",
+        scale_dtype=E8M0,
+    )

@@ -31,6 +31,7 @@ import torch
 import fusednorm
 from fusednorm.backends import cpu
 from fusednorm.calls.call import ACTIVATIONS
+from fusednorm.calls.quantization import groups_of, scales_of
 from fusednorm.conformance.cases import differing
 from fusednorm.conformance.test_quantized import ALL as QUANTIZATIONS
 
@@ -410,8 +411,9 @@ def quantizer(given):
     given.output("out", shape, quantization.dtype)
     hidden = sum(shape[-1:])
     if quantization.per != "tensor" and hidden and hidden % quantization.group(hidden) == 0:
-        groups = torch.Size((*shape[:-1], hidden // quantization.group(hidden)))
-        given.output("scale_out", groups, torch.float32)
+        groups = torch.Size(groups_of(quantization, shape))
+        scales = torch.Size(scales_of(quantization, shape))
+        given.output("scale_out", scales, quantization.scale_dtype or torch.float32)
         if quantization.computes_zero_point:
             given.output("zero_point_out", groups, torch.int32)
     if "norm" in given.name:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,9 @@ RANGES: dict[torch.dtype, tuple[float, float]] = {
     torch.float8_e5m2: (-57344.0, 57344.0),
 }
 
+#: The dtype of a byte of ue8m0; torch 2.6 has none.
+E8M0: torch.dtype | None = getattr(torch, "float8_e8m0fnu", None)
+
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "dtype": tuple(RANGES),
     "zero_point": (None, 128, "after", "before"),
@@ -35,6 +38,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "returns": ("scale", "multiplier"),
     "layout": ("row", "column", "column_padded"),
     "round_scale": (None, "up_to_power_of_two"),
+    "scale_dtype": (None, torch.int32, *([] if E8M0 is None else [E8M0])),
 }
 
 
@@ -51,6 +55,9 @@ _EXCLUDED: dict[str, Callable[[Quantization], bool]] = {
     ),
     "round_scale is for scales that are computed, not for per='tensor'": (
         lambda q: q.round_scale is not None and is_given(q)
+    ),
+    "scale_dtype is for powers of two: use round_scale='up_to_power_of_two'": (
+        lambda q: q.scale_dtype is not None and q.round_scale is None
     ),
     "returns='multiplier' goes with apply='ratio'": lambda q: q.returns == "multiplier" and q.apply != "ratio",
     "layout is for scales of groups and rows, not for per='tensor'": lambda q: q.layout != "row" and is_given(q),
@@ -91,7 +98,7 @@ class Quantization:
     #: With "multiplier", qmax / amax is returned in place of the scale.
     returns: str = "scale"
     #: How scales lie in memory. With "row" they lie by rows, with "column" by columns, with "column_padded" by columns
-    #: of rows that are rounded up to 4.
+    #: of rows that are rounded up to 4, or to 16 with scales of one byte: whole 16 bytes.
     layout: str = "row"
     #: The least number, before a zero point of 128 is added; the dtype's if None.
     qmin: float | None = None
@@ -99,6 +106,9 @@ class Quantization:
     qmax: float | None = None
     #: With "up_to_power_of_two" scales are rounded up to powers of two (ue8m0).
     round_scale: str | None = None
+    #: The dtype of scales that are powers of two: float32 if None; with torch.float8_e8m0fnu a byte of ue8m0; with
+    #: torch.int32 four such bytes in one number, of four groups that follow each other.
+    scale_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -128,7 +138,7 @@ class Quantization:
         for field in fields(self)[1:]:
             value = getattr(self, field.name)
             if value != field.default:
-                named.append((field.name, str(value)))
+                named.append((field.name, str(value).removeprefix("torch.")))
         return " ".join(f"{name}={value}" for name, value in named)
 
     def _check_range(self) -> None:
@@ -171,6 +181,11 @@ class Quantization:
         """The form that the C library takes. The number that C has for the dtype of the rows is the place."""
         return tuple(pack_quantization(self, dtype or torch.float32) for dtype in KINDS)
 
+    @functools.cached_property
+    def in_float32(self) -> Quantization:
+        """The same with float32 scales, which kernels compute."""
+        return replace(self, scale_dtype=None)
+
     def group(self, hidden_size: int) -> int:
         """The elements that share a scale, for rows of this length; all of them for per="tensor"."""
         return self.per if isinstance(self.per, int) else hidden_size
@@ -207,14 +222,20 @@ def is_given(quantization: Quantization) -> bool:
 
 
 def computed_by(quantization: Quantization) -> tuple[torch.dtype, ...]:
-    """The dtypes of scales and zero points, as far as they are computed; :func:`groups_of` has their shape."""
-    dtypes = (torch.float32, torch.int32)
+    """The dtypes of scales and zero points, as far as they are computed."""
+    dtypes = (quantization.scale_dtype or torch.float32, torch.int32)
     return () if is_given(quantization) else dtypes if quantization.computes_zero_point else dtypes[:1]
 
 
 def groups_of(quantization: Quantization, shape: Sequence[int]) -> list[int]:
-    """The shape of scales and zero points that are computed for rows of [..., N]: [..., groups]."""
+    """The shape of zero points that are computed for rows of [..., N], and of float32 scales: [..., groups]."""
     return [*shape[:-1], shape[-1] // quantization.group(shape[-1])]
+
+
+def scales_of(quantization: Quantization, shape: Sequence[int]) -> list[int]:
+    """The shape of scales that are computed for rows of [..., N]: [..., groups], or a fourth of the groups in int32."""
+    *rows, groups = groups_of(quantization, shape)
+    return [*rows, -(-groups // 4) if quantization.scale_dtype == torch.int32 else groups]
 
 
 def _fields_of(text: str) -> dict[str, Any]:
@@ -222,7 +243,7 @@ def _fields_of(text: str) -> dict[str, Any]:
     given: dict[str, Any] = {}
     for part in text.split():
         name, _, value = part.partition("=")
-        given[name] = getattr(torch, value, None) if name == "dtype" else _read(value)
+        given[name] = getattr(torch, value, None) if name in ("dtype", "scale_dtype") else _read(value)
     return given
 
 

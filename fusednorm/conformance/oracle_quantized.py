@@ -49,9 +49,21 @@ def power_of_two(scales):
     return np.where(np.isnan(scales), np.nan, found).astype(np.float32)
 
 
+def codes(scales, dtype):
+    """Powers of two, [..., groups], by their places in a list of all of them: bytes, or four of them in an int32."""
+    powers = 2.0 ** np.arange(-127, 128)
+    found = np.where(np.isnan(scales), 255, np.searchsorted(powers, scales.astype(np.float64))).astype(np.uint8)
+    if dtype != torch.int32:
+        return found
+    *rows, groups = found.shape
+    whole = np.zeros((*rows, (groups + 3) // 4 * 4), np.uint8)
+    whole[..., :groups] = found
+    return whole.view("<i4")
+
+
 @np.errstate(all="ignore")
 def quantized(y, quantization, scale=None, zero_point=None):
-    """The bytes, [..., N], the scales, [..., groups] or the given one, and the zero points or None."""
+    """The bytes, [..., N], the scales or their codes, or the given one, and the zero points, [..., groups], or None."""
     q = quantization
     group = q.group(y.shape[-1])
     blocks = None
@@ -105,8 +117,10 @@ def quantized(y, quantization, scale=None, zero_point=None):
     if scale is not None:
         return stored, to_numpy(scale), None
     shape = (*y.shape[:-1], -1)
-    returned = factor if q.returns == "multiplier" else s
-    return stored, returned.reshape(shape), points.reshape(shape) if q.computes_zero_point else None
+    returned = (factor if q.returns == "multiplier" else s).reshape(shape)
+    if q.scale_dtype is not None:
+        returned = codes(returned, q.scale_dtype)
+    return stored, returned, points.reshape(shape) if q.computes_zero_point else None
 
 
 def fused_add_rms_norm_quant(

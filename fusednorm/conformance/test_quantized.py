@@ -1,12 +1,14 @@
 """Quantized rows: bytes, scales and zero points, alone and after a norm."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 import fusednorm
 from fusednorm import Quantization, quantizations
+from fusednorm.calls.quantization import E8M0
 from fusednorm.conformance import oracle_gated, oracle_quantized
 from fusednorm.conformance.cases import (
     BF16,
@@ -46,6 +48,12 @@ OTHERS = {
         U8, zero_point="after", scale_by="reciprocal", apply="reciprocal", round_scale="up_to_power_of_two"
     ),
     "powers of two of e5m2 rows": Quantization(E5M2, apply="reciprocal", round_scale="up_to_power_of_two"),
+    "bytes of ue8m0": Quantization(
+        E5M2, per=32, layout="column_padded", round_scale="up_to_power_of_two", scale_dtype=E8M0
+    ),
+    "words of ue8m0": Quantization(
+        U8, per=128, zero_point="before", round_scale="up_to_power_of_two", scale_dtype=torch.int32
+    ),
     "fewer negative numbers": Quantization(E4M3, qmin=-60.0, qmax=240.0),
 }
 ALL = {**PRESETS, **OTHERS}
@@ -63,7 +71,7 @@ def compare(agree, found, wanted, quantization, about):
     """``found``: numbers, scales, and zero points if there are any; ``wanted``: the oracle's."""
     values, scale, *zero_point = found
     assert values.dtype == quantization.dtype
-    assert scale.dtype == F32
+    assert scale.dtype == (quantization.scale_dtype or F32)
     stored, scales, points = (None if array is None else torch.from_numpy(array) for array in wanted)
     agree(bytes_of((values, scale)), (stored, scales), about)
     assert len(zero_point) == quantization.computes_zero_point * (quantization.per != "tensor")
@@ -196,6 +204,13 @@ def test_scales_are_rounded_up_to_powers_of_two(mode, agree):
         powers = Quantization(dtype, per=1, apply=apply, qmin=-1, qmax=1, round_scale="up_to_power_of_two")
         _, scale = check_alone(agree, y, powers, "limits")
         agree(scale, torch.tensor([list(rounded.values())]), f"{powers}")
+    codes = torch.tensor([[0, 1, 1, 1, 2, 127, 128, 129, 254, 254, 254, 254, 254, 255]], dtype=U8)
+    wanted = {E8M0: codes, torch.int32: torch.nn.functional.pad(codes, (0, 2)).view(torch.int32)}
+    for scale_dtype, expected in wanted.items():
+        coded = replace(powers, scale_dtype=scale_dtype)
+        _, scale = check_alone(agree, y, coded, "codes")
+        if scale_dtype is not None:
+            agree(*bytes_of((scale, expected)), f"{coded}")
 
 
 @pytest.mark.left_out("triton_cpu")

@@ -50,7 +50,7 @@ from fusednorm.calls.quantization import Quantization, groups_of, is_given
 from fusednorm.engine import fast_path
 from fusednorm.engine.checked_backend import FirstCalls
 from fusednorm.engine.choose import Chosen, select, selected, serving
-from fusednorm.reference import activations
+from fusednorm.reference import activations, quantizer
 
 _on_fast_path = path.Entry(
     "norm",
@@ -558,6 +558,9 @@ def quantize(x: Tensor, quantizing: Quantizing, norm: Norm | None = None) -> tup
     None if several calls must serve them: the backend has no such call, or operands lie otherwise than it can write.
     """
     quantization, scale, zero_point, out, scale_out, zero_point_out, normed_out, residual_out = quantizing
+    if quantization.scale_dtype is not None:
+        found = quantize(x, quantizing._replace(quantization=quantization.in_float32, scale_out=None), norm)
+        return found and _with_scales(found, quantizing)
     residual, weight, flags = norm or _NO_NORM
     if norm is None:
         normed_out = residual_out = None
@@ -617,12 +620,23 @@ def quantize(x: Tensor, quantizing: Quantizing, norm: Norm | None = None) -> tup
     return tuple(results)
 
 
+def _with_scales(found: tuple[Tensor, ...], quantizing: Quantizing) -> tuple[Tensor, ...]:
+    """Results with float32 scales, and the quantization's scales in their place."""
+    numbers, computed, *others = found
+    quantization, scale = quantizing.quantization, quantizing.scale_out
+    computed = quantizer.in_dtype(computed, quantization.scale_dtype)
+    if scale is None:
+        scale = laid_out(computed.shape, computed.dtype, computed, quantization)
+    return numbers, scale.copy_(computed), *others
+
+
 def laid_out(shape: Sequence[int], dtype: torch.dtype, like: Tensor, quantization: Quantization) -> Tensor:
     """Memory for scales or zero points, [..., groups], as the layout asks for it."""
     if quantization.layout == "row":
         return like.new_empty(shape, dtype=dtype)
     rows = math.prod(shape[:-1])
-    padded = -(-rows // 4) * 4 if quantization.layout == "column_padded" else rows
+    whole = 16 // dtype.itemsize
+    padded = -(-rows // whole) * whole if quantization.layout == "column_padded" else rows
     return torch.zeros((shape[-1], padded), dtype=dtype, device=like.device)[:, :rows].mT.reshape(shape)
 
 

@@ -23,7 +23,7 @@ from fusednorm.calls.checks import (
 )
 from fusednorm.calls.fast_path import AND_MUL, Entry
 from fusednorm.calls.must_be_seen import Listener
-from fusednorm.calls.quantization import Quantization, computed_by, groups_of, is_given
+from fusednorm.calls.quantization import Quantization, computed_by, groups_of, is_given, scales_of
 from fusednorm.engine import execute
 from fusednorm.engine.execute import Norm, Quantizing
 from fusednorm.operations.functions import relu2
@@ -69,12 +69,14 @@ def quantize(
         zero_point: int32, one element, between -2^30 and 2^30, for ``per="tensor"`` with ``zero_point`` "after" or
             "before"; else None. Its value too is not looked at on a GPU.
         out: [..., N] of the quantization's dtype, to write the numbers to.
-        scale_out: float32, to write the scales to; shaped as they are.
+        scale_out: float32 or the quantization's ``scale_dtype``, to write the scales to; shaped as they are.
         zero_point_out: int32, to write the zero points to; shaped as the scales.
 
     Returns:
         The numbers, [..., N], and their scales: float32 [..., 1] for rows, [..., N / group] for groups, and ``scale``
         itself for ``per="tensor"``. If zero points are computed, a third tensor has them: int32, shaped as the scales.
+        With ``scale_dtype`` scales have that dtype; int32 numbers have the scales of four groups each, [..., a fourth
+        of the groups, rounded up].
 
     Raises:
         TypeError: an operand is no tensor, has another dtype, or is missing.
@@ -283,7 +285,7 @@ def _may_be_fast(quantization: Quantization, scale_out: Tensor | None) -> bool:
     """Whether the fast path may know such a call."""
     if is_dynamo_compiling() or type(quantization) is not Quantization:
         return False
-    return quantization.layout == "row" or scale_out is not None
+    return quantization.scale_dtype is None and (quantization.layout == "row" or scale_out is not None)
 
 
 #: The inputs that outputs may be. Scales of groups of one element are not among them: they are written before the
@@ -335,8 +337,10 @@ class _Call:
         given = {name: t for name, t in zip(_OUTPUTS, outputs, strict=True) if t is not None}
         if not given:
             return
-        rows, groups = list(x.shape), [1] if is_given(quantization) else groups_of(quantization, x.shape)
-        wanted = {"out": (rows, quantization.dtype), "scale_out": (groups, torch.float32)}
+        rows, scales, groups = list(x.shape), [1], [1]
+        if not is_given(quantization):
+            scales, groups = scales_of(quantization, x.shape), groups_of(quantization, x.shape)
+        wanted = {"out": (rows, quantization.dtype), "scale_out": (scales, quantization.scale_dtype or torch.float32)}
         wanted |= {"zero_point_out": (groups, torch.int32), "normed_out": (rows, x.dtype)}
         for name, (shape, dtype) in wanted.items():
             check_output(name, given.get(name), shape, dtype, x, x_name)

@@ -62,8 +62,10 @@ def quantized(
     v = torch.where((s == 0).unsqueeze(-1), 0.0, v)
     found = _stored(v, quantization, None if zero is None else zero.unsqueeze(-1)).reshape(y.shape)
     returned = multiplier if quantization.returns == "multiplier" and multiplier is not None else s
-    computed = [] if scale is not None else [returned] if zero is None else [returned, zero]
-    return found, *computed
+    if scale is not None:
+        return (found,)
+    returned = in_dtype(returned, quantization.scale_dtype)
+    return (found, returned) if zero is None else (found, returned, zero)
 
 
 def of_groups(scale: Tensor, shape: Sequence[int]) -> Tensor:
@@ -97,6 +99,17 @@ def up_to_power_of_two(scale: Tensor) -> Tensor:
     # Code 0 is 2^-127: a subnormal number, whose bits are not the code's.
     rounded = torch.where(code == 0, 0x400000, code << 23).to(torch.int32).view(torch.float32)
     return torch.where(scale.isnan(), scale, rounded)
+
+
+def in_dtype(scale: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Scales, float32 [..., groups], which are powers of two unless the dtype is None, as ``scale_dtype`` has them."""
+    if dtype is None:
+        return scale
+    code = (scale.contiguous().view(torch.int32) >> 23) & 0xFF
+    if dtype == torch.int32:
+        code = torch.nn.functional.pad(code, (0, -code.shape[-1] % 4))
+        return code[..., 0::4] | (code[..., 1::4] << 8) | (code[..., 2::4] << 16) | (code[..., 3::4] << 24)
+    return code.to(torch.uint8).view(dtype)
 
 
 def _stored(v: Tensor, quantization: Quantization, zero: Tensor | None) -> Tensor:

@@ -23,7 +23,7 @@ from fusednorm.calls.checks import (
     check_quantization,
 )
 from fusednorm.calls.declared import Declaration, Operand, Result, Role
-from fusednorm.calls.quantization import Quantization, computed_by, groups_of
+from fusednorm.calls.quantization import Quantization, computed_by, groups_of, scales_of
 from fusednorm.engine import execute
 from fusednorm.engine.choose import request, request_of_backward, use_backend
 from fusednorm.reference import norm as reference
@@ -127,9 +127,10 @@ def _fake_into(
 
 def _fake_quantize(y: Tensor, text: str, scale: Tensor | None, zero_point: Tensor | None) -> tuple[Tensor, ...]:
     quantization = _check_quantize(y, text, scale, zero_point)
-    computed, groups = len(computed_by(quantization)), groups_of(quantization, y.shape)
-    shapes = [y.shape, *[groups] * computed, *[[0]] * (2 - computed)]
-    dtypes = (quantization.dtype, torch.float32, torch.int32)
+    computed = len(computed_by(quantization))
+    of_groups = [scales_of(quantization, y.shape), groups_of(quantization, y.shape)]
+    shapes = [y.shape, *of_groups[:computed], *[[0]] * (2 - computed)]
+    dtypes = (quantization.dtype, quantization.scale_dtype or torch.float32, torch.int32)
     return tuple(y.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
 
 

@@ -12,12 +12,14 @@ from fusednorm import (
     fused_add_rms_norm_quant,
     quantizations,
     quantize,
+    relu2_quant,
     rms_norm,
     rms_norm_quant,
     silu_and_mul,
     silu_and_mul_quant,
 )
 from fusednorm.calls import fast_path
+from fusednorm.calls.quantization import E8M0
 from fusednorm.conformance.cases import BF16, F16, F32, Case, operands
 from fusednorm.conformance.test_quantized import ALL, PRESETS
 from fusednorm.reference import quantizer
@@ -222,6 +224,8 @@ def test_the_fast_path_takes_what_is_usual_and_nothing_else():
             ValueError,
             "round_scale is for scales that are computed",
         ),
+        ({"scale_dtype": I8}, ValueError, "scale_dtype must be one of None, torch.int32, .* got torch.int8"),
+        ({"scale_dtype": I32}, ValueError, "scale_dtype is for powers of two: use round_scale='up_to_power_of_two'"),
         ({"returns": "multiplier"}, ValueError, "returns='multiplier' goes with apply='ratio'"),
         ({"per": "tensor", "layout": "column"}, ValueError, "layout is for scales of groups and rows"),
         ({"zero_point": "before", "amax_floor": 1.0}, ValueError, "amax_floor and amax_limit do not go with"),
@@ -275,6 +279,7 @@ def test_every_field_changes_results():
         "qmin": (Quantization(I8), Quantization(I8, qmin=-100)),
         "qmax": (Quantization(I8), Quantization(I8, qmax=100)),
         "round_scale": (Quantization(I8), Quantization(I8, round_scale=UP)),
+        "scale_dtype": (Quantization(I8, round_scale=UP), Quantization(I8, round_scale=UP, scale_dtype=I32)),
     }
     assert changes.keys() == {field.name for field in fields(Quantization)} - {"layout"}
     for name, (one, other) in changes.items():
@@ -295,7 +300,86 @@ def test_layouts():
     assert not whole[:, 6:].any()
 
 
+CODED = {dtype: replace(ALL["powers of two"], per=32, scale_dtype=dtype) for dtype in (I32, E8M0) if dtype is not None}
+ROWS = torch.cat((X, X * 1e-3, X * 0, X * math.nan, X / 0), -1)[:, : 6 * 32 + 384].contiguous()
+
+
+@pytest.mark.parametrize("dtype", CODED, ids=str)
+def test_scales_of_every_layout_and_in_given_memory(dtype):
+    """Codes are those of float32 scales; columns have whole 16 bytes, and words a zero for each group that lacks."""
+    for layout, padded in (("row", 0), ("column", 6), ("column_padded", 8 if dtype == I32 else 16)):
+        coded = replace(CODED[dtype], layout=layout)
+        numbers, scale = quantize(ROWS, coded)
+        wanted, powers = quantize(ROWS, replace(coded, scale_dtype=None))
+        codes = torch.where(powers.isnan(), 255, powers.log2() + 127).to(U8)
+        width = codes.shape[1]
+        if dtype == I32:
+            codes = torch.nn.functional.pad(codes, (0, -width % 4))
+        assert scale.dtype == dtype
+        assert scale.stride() == ((1, padded) if padded else (scale.shape[1], 1))
+        assert same((numbers, scale.contiguous()), (wanted, codes.contiguous()))
+        given = torch.zeros(scale.shape[1], 6, dtype=dtype).T
+        found = quantize(ROWS, coded, scale_out=given)
+        assert found[1] is given
+        assert same(found, (numbers, scale))
+        whole = scale.as_strided((scale.shape[1], padded), (padded, 1)).clone()
+        assert not whole[:, 6:].view(U8).any()
+
+
+@pytest.mark.parametrize("dtype", CODED, ids=str)
+def test_scales_of_every_function(dtype):
+    """After a norm, with the sum, a gate and relu2; zero points have a number for each group."""
+    coded = CODED[dtype]
+    points = replace(coded, dtype=U8, amax_floor=0.0, zero_point="after")
+    calls = {
+        "quantize": lambda q: quantize(X, q),
+        "norm": lambda q: rms_norm_quant(X, WEIGHT, quantization=q),
+        "sum": lambda q: fused_add_rms_norm_quant(X, RESIDUAL, WEIGHT, quantization=q),
+        "gate": lambda q: silu_and_mul_quant(X, RESIDUAL, quantization=q),
+        "relu2": lambda q: relu2_quant(X, quantization=q),
+    }
+    for name, call in calls.items():
+        for q in (coded, points):
+            (numbers, scale, *others), (wanted, powers, *rest) = call(q), call(replace(q, scale_dtype=None))
+            assert same((numbers, scale, *others), (wanted, quantizer.in_dtype(powers, dtype), *rest)), name
+
+
+@pytest.mark.parametrize("dtype", CODED, ids=str)
+def test_scales_in_memory_that_does_not_fit(dtype):
+    groups = ROWS.shape[1] // 32
+    width = -(-groups // 4) if dtype == I32 else groups
+    for given, error, words in (
+        (torch.zeros(6, groups), TypeError, f"scale_out must be {str(dtype)[6:]}, got float32"),
+        (torch.zeros(6, width + 1, dtype=dtype), ValueError, rf"scale_out must have shape \[6, {width}\]"),
+    ):
+        with pytest.raises(error, match=words):
+            quantize(ROWS, CODED[dtype], scale_out=given)
+
+
 # Who sees a call
+
+
+@pytest.mark.parametrize("dtype", CODED, ids=str)
+@pytest.mark.parametrize("layout", ["row", "column_padded"])
+def test_codes_are_compiled_exported_and_batched(dtype, layout):
+    coded = replace(CODED[dtype], layout=layout)
+    wanted = quantize(ROWS, coded)
+
+    class Program(torch.nn.Module):
+        def forward(self, y):
+            return quantize(y, coded)
+
+    for program in (
+        torch.compile(Program(), fullgraph=True, backend="aot_eager"),
+        torch.export.export(Program(), (ROWS,)).module(),
+    ):
+        found = program(ROWS)
+        assert same(found, wanted)
+        assert found[1].stride() == wanted[1].stride()
+    assert same(torch.vmap(lambda y: quantize(y, coded))(ROWS.unsqueeze(1)), [t.unsqueeze(1) for t in wanted])
+    numbers, scale, nothing = torch.ops.fusednorm.quantize(ROWS, str(coded), None, None)
+    assert same((numbers, scale), wanted)
+    assert nothing.shape == (0,)
 
 
 def test_padded_columns_are_compiled_and_exported():
@@ -400,6 +484,15 @@ FORMULAS = {
             v, ue8m0(v.float().abs().amax(-1, keepdim=True).clamp(min=1e-10) * (1 / torch.tensor(448.0)))
         ),
     ),
+    "DEEPGEMM_FP8_BLOCK_PACKED": lambda y: packed(*FORMULAS["DEEPGEMM_FP8_BLOCK_UE8M0"](y)),
+    "DEEPSEEK_V4_FP8_BLOCK": lambda y: in_e8m0(
+        *blocks(
+            y,
+            lambda v: dividing(
+                v, ue8m0(v.float().abs().amax(-1, keepdim=True).clamp(min=1e-4) * (1 / torch.tensor(448.0)))
+            ),
+        )
+    ),
     "VLLM_FP8_TENSOR": lambda y: inverting(y, y.float().abs().amax(-1, keepdim=True) / 448.0),
     "SGLANG_FP8_TOKEN": lambda y: inverting(y, y.float().abs().amax(-1, keepdim=True) / 448.0),
     "SGLANG_FP8_BLOCK": lambda y: blocks(y, sglang),
@@ -417,6 +510,15 @@ def ue8m0(scale):
     """The owners' formula, of normal numbers."""
     mantissa, exponent = scale.frexp()
     return torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
+
+
+def packed(scale, v):
+    """DeepGEMM's `pack_ue8m0_to_int`, of scales whose number divides by 4."""
+    return (scale.view(I32) >> 23).to(U8).view(I32), v
+
+
+def in_e8m0(scale, v):
+    return scale.to(E8M0), v
 
 
 def inverting(v, scale):
@@ -450,8 +552,8 @@ def test_presets_are_the_formulas_of_their_owners(name, dtype):
     quantization = PRESETS[name]
     values, scale = quantize(y, quantization)
     wanted_scale, wanted = FORMULAS[name](y)
-    assert torch.equal(scale, wanted_scale)
-    assert same((values,), (stored(wanted, quantization.dtype),))
+    assert (scale.dtype, scale.shape) == (wanted_scale.dtype, wanted_scale.shape)
+    assert same((values, scale), (stored(wanted, quantization.dtype), wanted_scale))
 
 
 @pytest.mark.parametrize("before", [False, True])
