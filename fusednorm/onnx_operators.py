@@ -181,7 +181,7 @@ def quantize(
     """Numbers, scales and zero points of rows: section 9. Nothing of it depends on ``exact``."""
     quantization = Quantization.parse(text)
     if quantization.scale_dtype is not None:
-        raise ValueError("a scale_dtype has no program of ONNX; leave it out: scales are float32 then")
+        raise UntranslatedError("a scale_dtype has no program of ONNX; leave it out: scales are float32 then")
     size, rank = _length(y), len(y.shape)
     group = quantization.group(size)
     # [..., groups, group]
@@ -190,7 +190,7 @@ def quantize(
     zero = shift = multiplier = None
     if scale is not None:
         if any(isinstance(size, int) and size > 1 for size in scale.shape):
-            raise ValueError("a scale for each block has no program of ONNX; pass a scale of one element")
+            raise UntranslatedError("a scale for each block has no program of ONNX; pass a scale of one element")
         s = op.Reshape(scale, _integers(1))
         if zero_point is not None:
             shift = _cast(op.Reshape(zero_point, _integers(1)), _I32, _F32)

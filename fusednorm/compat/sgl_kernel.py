@@ -87,15 +87,15 @@ def sgl_per_token_group_quant_8bit(
     """Quantizes groups of rows, with scales of [rows, N / group_size], any strides: :func:`fusednorm.quantize`.
 
     The formula is that of version 2 of the kernel, which SGLang takes for groups of 16, 32, 64 and 128; ``eps`` is the
-    least amax. With ``scale_ue8m0`` scales are rounded up to powers of two. With ``fuse_silu_and_mul`` it quantizes
+    least amax. With ``scale_ue8m0`` scales are rounded up to powers of two, and an ``output_s`` of int32, [rows, N /
+    group_size / 4, rounded up], takes those of four groups in each number. With ``fuse_silu_and_mul`` it quantizes
     ``silu(gate) * up`` of an input of [rows, 2 * N], of which each of both is rounded to the input's dtype:
     :func:`fusednorm.silu_and_mul_quant`.
 
     Raises:
-        ValueError: ``masked_m``, scales packed into int32, or version 1 of the kernel are asked for.
+        ValueError: ``masked_m``, or version 1 of the kernel are asked for.
     """
     given = {
-        "packed scales": scale_ue8m0 and output_s.dtype == torch.int32,
         "masked_m": masked_m is not None,
         "enable_v2=False": enable_v2 is False,
         f"output_q of {str(output_q.dtype)[6:]}": output_q.dtype != torch.float8_e4m3fn,
@@ -106,7 +106,9 @@ def sgl_per_token_group_quant_8bit(
     check_group_size(group_size, output_q.shape[-1], "pass a divisor, or pad the rows")
     names = {"amax_floor": "eps", "qmin": "fp8_min", "qmax": "fp8_max"}
     preset = SGLANG_FP8_BLOCK_UE8M0 if scale_ue8m0 else SGLANG_FP8_BLOCK
-    quantization = replaced(preset, names, per=group_size, amax_floor=eps, qmin=fp8_min, qmax=fp8_max)
+    scale_dtype = torch.int32 if scale_ue8m0 and output_s.dtype == torch.int32 else None
+    changes = {"per": group_size, "amax_floor": eps, "qmin": fp8_min, "qmax": fp8_max, "scale_dtype": scale_dtype}
+    quantization = replaced(preset, names, **changes)
     if fuse_silu_and_mul:
         silu_and_mul_quant(input, quantization=quantization, out=output_q, scale_out=output_s)
     else:

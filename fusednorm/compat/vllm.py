@@ -5,9 +5,10 @@ differently: the plain one rounds only the result; the fused one takes the mean 
 the result from the rounded sum. No flags reproduce the latter (``round_norm=False`` comes close).
 
 ``silu_and_mul``, ``silu_and_mul_with_clamp``, ``swigluoai_and_mul``, ``gelu_and_mul``, ``gelu_tanh_and_mul``,
-``relu_squared`` and ``silu_and_mul_quant`` are operations of vLLM's library, which it calls as
-``torch.ops._C.silu_and_mul`` and so on. The exponential is fusednorm's (docs/spec.md, section 10). Limits are rounded
-to the input's dtype, as vLLM's are but for ``swigluoai_and_mul``: 7.0 is the same in all.
+``relu_squared``, ``silu_and_mul_quant``, ``per_token_group_fp8_quant`` and ``per_token_group_fp8_quant_packed`` are
+operations of vLLM's library, which it calls as ``torch.ops._C.silu_and_mul`` and so on. The exponential is fusednorm's
+(docs/spec.md, section 10). Limits are rounded to the input's dtype, as vLLM's are but for ``swigluoai_and_mul``: 7.0 is
+the same in all.
 
 The functions that quantize have the quantizers of vLLM's CUDA kernels. For tensors on a CPU ``scaled_int8_quant`` has
 that of vLLM's CPU kernels. A scale of 0 makes all numbers 0 here (docs/spec.md, section 9). They write to ``result``,
@@ -29,6 +30,8 @@ from fusednorm.operations import functions, gate, norm, quantize
 from fusednorm.operations.norm_gated import check_group_size
 from fusednorm.quantizations import (
     VLLM_FP8_BLOCK_FUSED,
+    VLLM_FP8_BLOCK_UE8M0,
+    VLLM_FP8_BLOCK_UNFUSED,
     VLLM_FP8_STATIC,
     VLLM_FP8_TENSOR,
     VLLM_FP8_TOKEN,
@@ -46,6 +49,9 @@ from fusednorm.quantizations import (
 
 #: The names that the functions here have for the fields of a quantization.
 _NAMES = {"dtype": "quant_dtype", "amax_limit": "scale_ub"}
+
+#: The same, of the quantizers of groups alone.
+_GROUP_NAMES = {"amax_floor": "eps", "qmin": "fp8_min", "qmax": "fp8_max"}
 
 _DIVISOR = "pass a divisor, or pad the rows"
 
@@ -266,6 +272,60 @@ def scaled_int8_quant(
         return values, scale, azp
     values, scales, *zero_points = quantize.quantize(input, quantization)
     return values, scales.reshape(-1, 1), zero_points[0].reshape(-1, 1) if zero_points else None
+
+
+def per_token_group_fp8_quant(
+    input: Tensor,
+    output_q: Tensor,
+    output_s: Tensor,
+    group_size: int,
+    eps: float,
+    fp8_min: float,
+    fp8_max: float,
+    scale_ue8m0: bool,
+    dummy_is_scale_transposed: bool = False,
+    dummy_is_tma_aligned: bool = False,
+) -> None:
+    """Quantizes groups of rows, with scales of [rows, N / group_size], any strides: :func:`fusednorm.quantize`.
+
+    ``eps`` is the least amax. With ``scale_ue8m0`` scales are rounded up to powers of two. The last two arguments do
+    nothing, as in vLLM, which reads them in the strides of ``output_s``.
+    """
+    preset = VLLM_FP8_BLOCK_UE8M0 if scale_ue8m0 else VLLM_FP8_BLOCK_UNFUSED
+    quantization = _of_groups(preset, input, group_size, eps, fp8_min, fp8_max)
+    quantize.quantize(input, quantization, out=output_q, scale_out=output_s)
+
+
+def per_token_group_fp8_quant_packed(
+    input: Tensor,
+    output_q: Tensor,
+    output_s_packed: Tensor,
+    group_size: int,
+    eps: float,
+    fp8_min: float,
+    fp8_max: float,
+) -> None:
+    """The same with scales that are powers of two, of four groups in each int32, as DeepGEMM takes them.
+
+    ``output_s_packed`` is [rows, N / group_size / 4, rounded up], any strides.
+    """
+    quantization = _of_groups(VLLM_FP8_BLOCK_UE8M0, input, group_size, eps, fp8_min, fp8_max, torch.int32)
+    quantize.quantize(input, quantization, out=output_q, scale_out=output_s_packed)
+
+
+def _of_groups(
+    preset: Quantization,
+    input: Tensor,
+    group_size: int,
+    eps: float,
+    fp8_min: float,
+    fp8_max: float,
+    scale_dtype: torch.dtype | None = None,
+) -> Quantization:
+    """The preset, of such groups."""
+    check_group_size(group_size, input.shape[-1], _DIVISOR)
+    changes = {"per": group_size, "amax_floor": eps, "qmin": fp8_min, "qmax": fp8_max, "scale_dtype": scale_dtype}
+    return replaced(preset, _GROUP_NAMES, **changes)
 
 
 def _of_blocks(scale: Tensor, input: Tensor, group_shape: tuple[int, int] | None) -> Tensor:

@@ -18,7 +18,7 @@ from fusednorm.calls.checks import (
     check_quantization,
     number,
 )
-from fusednorm.calls.quantization import Quantization
+from fusednorm.calls.quantization import Quantization, is_given
 from fusednorm.engine.choose import Explanation, choose
 from fusednorm.operations.l2 import l2_norm
 from fusednorm.operations.listed import of_function
@@ -36,6 +36,7 @@ def explain(
     x_scale: float = 1.0,
     between: torch.dtype | None = None,
     quantization: Quantization | None = None,
+    scale: Tensor | None = None,
     round_sum: bool = True,
     round_norm: bool = False,
     out: Tensor | None = None,
@@ -56,6 +57,7 @@ def explain(
         x_scale: as in the call of ``fused_add_rms_norm``: only whether it is 1 matters.
         between: as in the call.
         quantization: as in the call.
+        scale: as in the call: only whether it has one element matters.
         round_sum: as in the call.
         round_norm: as in the call.
         out: as in the call: only its dtype matters.
@@ -88,6 +90,8 @@ def explain(
     check_operands(x, residual, None if of_heads else weight, out, None)
     check_between(between, x)
     flags = check_flags(Flags(1e-6, 0.0, round_sum, round_norm, out_dtype, residual_dtype), x, residual, out, None)
+    if scale is not None and (quantization is None or not is_given(quantization)):
+        raise TypeError("scale is given, and the call takes none; leave it out, or pass its quantization per='tensor'")
     if quantization is not None:
         check_quantization(quantization, x)
         flags = flags._replace(out_dtype=between)
@@ -97,7 +101,10 @@ def explain(
     by_torch, own = "by torch's operations", "by a call of its own"
     if quantization is not None:
         by = own if listed.steps == "gate, quantize" else "in the same call"
-        by = by if found.takes(Step("quantize", quantization)) else by_torch
+        one_scale = scale is None or scale.numel() == 1
+        by = by if one_scale and found.takes(Step("quantize", quantization)) else by_torch
+        if by is not by_torch and quantization.scale_dtype is not None:
+            by = f"{by}, their scales are converted to {str(quantization.scale_dtype)[6:]} {by_torch}"
         found = replace(found, plan=f"{found.plan}; the rows are quantized {by}")
     if "gate" in listed.steps:
         by = own if found.takes(Step("gate")) else by_torch

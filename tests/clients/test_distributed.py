@@ -46,6 +46,7 @@ from fusednorm import (
     silu_and_mul,
     silu_and_mul_quant,
 )
+from fusednorm.calls.quantization import E8M0
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, covering, operands
 
 from ranks import on_ranks
@@ -185,6 +186,10 @@ def test_compositions(sharding):
                 same(found[2], gradients[2])
 
 
+UP = "round_scale=up_to_power_of_two"
+IN_WORDS = f"{UP} scale_dtype=int32"
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("sharding", [Shard(0), Shard(1), Replicate()], ids=str)
 def test_quantization(sharding):
@@ -195,6 +200,7 @@ def test_quantization(sharding):
     for (function, whole), quantization, names in (
         (norm, Quantization(torch.int8, per=8), ()),
         (norm, Quantization(torch.uint8, zero_point="after"), ()),
+        (norm, Quantization.parse(f"dtype=int8 per=8 {IN_WORDS}"), ()),
         (norm, Quantization(torch.int8, per="tensor"), ("scale",)),
         (norm, Quantization(torch.int8, per="tensor", zero_point="before"), ("scale", "zero_point")),
         ((silu_and_mul_quant, (x,)), Quantization(torch.int8, per=4), ()),
@@ -207,8 +213,14 @@ def test_quantization(sharding):
         assert moved == {}
         assert outputs[0].placements == outputs[-1].placements == (sharding,)
         all_same(outputs, expected)
+    if E8M0 is not None:  # which torch does not gather
+        quantization = Quantization(torch.int8, per=8, round_scale="up_to_power_of_two", scale_dtype=E8M0)
+        scales = rms_norm_quant(*split((x, weight), sharding), quantization=quantization)[1]
+        wanted = rms_norm_quant(x, weight, quantization=quantization)[1].view(torch.uint8)
+        assert torch.equal(scales.to_local().view(torch.uint8), placed(wanted, sharding).to_local())
     for layout in ("column", "column_padded") if sharding == Shard(0) else ():
-        quantization = Quantization(torch.int8, per=8, layout=layout)
+        powers = {"round_scale": "up_to_power_of_two", "scale_dtype": torch.int32} if layout == "column_padded" else {}
+        quantization = Quantization(torch.int8, per=8, layout=layout, **powers)
         scales = rms_norm_quant(*split((x, weight), sharding), quantization=quantization)[1]
         same(scales, rms_norm_quant(x, weight, quantization=quantization)[1], [sharding])
         alone = rms_norm_quant(x[:2], weight, quantization=quantization)[1]
@@ -624,7 +636,10 @@ KINDS = {
         ("x", "x", "residual", name, None, limit, 1.0, 0.0, "before", False, [True, True])
         for name, limit in (("silu", 0.0), ("sigmoid", 0.0), ("silu", 0.5))
     ],
-    "quantize": [("x", f"dtype={name}", None, None) for name in ("int8", "uint8", "int8 per=8")],
+    "quantize": [
+        ("x", f"dtype={name}", None, None)
+        for name in ("int8", "uint8", "int8 per=8", f"int8 per=8 {UP}", f"int8 per=8 {IN_WORDS}")
+    ],
 }
 
 

@@ -241,8 +241,46 @@ def test_sglang_powers_of_two(dtype):
     sgl_kernel.sgl_per_token_group_quant_8bit(x, values, found, 128, 1e-10, -448.0, 448.0, True)
     same(found, powers.squeeze(-1))
     same_bytes(values, fp8((groups / powers).view(6, 256)))
-    with pytest.raises(ValueError, match="does not support packed scales; call sgl_kernel's own"):
-        sgl_kernel.sgl_per_token_group_quant_8bit(x, values, found.int(), 128, 1e-10, -448.0, 448.0, True)
+    again, words = torch.empty_like(values), torch.full((1, 8), -1, dtype=torch.int32)[:, :6].T
+    sgl_kernel.sgl_per_token_group_quant_8bit(x, again, words, 128, 1e-10, -448.0, 448.0, True)
+    same_bytes(again, values)
+    assert torch.equal(words, in_words(powers.squeeze(-1)))
+    with pytest.raises(TypeError, match="scale_out must be float32, got int32"):
+        sgl_kernel.sgl_per_token_group_quant_8bit(x, again, words, 128, 1e-10, -448.0, 448.0)
+
+
+def in_words(powers):
+    """vLLM's test of its packed scales: the exponent of group g is byte g % 4 of word g // 4, the lowest first."""
+    exponents = powers.contiguous().view(torch.int32) >> 23
+    wanted = torch.zeros(len(powers), -(-powers.shape[1] // 4), dtype=torch.int32)
+    for group, exponent in enumerate(exponents.unbind(-1)):
+        wanted[:, group // 4] |= exponent << (group % 4 * 8)
+    return wanted
+
+
+@dtypes
+@pytest.mark.parametrize("hidden", [384, 512, 640, 768])
+def test_vllm_fp8_of_groups(dtype, hidden):
+    """vLLM's kernel of groups: float32 scales, powers of two, and these in the words that DeepGEMM takes."""
+    x = torch.randn(6, hidden, generator=torch.Generator().manual_seed(4)).to(dtype)
+    x[1] = 0
+    groups = x.float().view(6, -1, 128)
+    scale = groups.abs().amax(-1, keepdim=True).clamp(min=torch.tensor(1e-10)) / 448.0
+    values, found = torch.empty(6, hidden, dtype=torch.float8_e4m3fn), torch.empty(hidden // 128, 6).T
+    vllm.per_token_group_fp8_quant(x, values, found, 128, 1e-10, -448.0, 448.0, False, True, False)
+    same(found, scale.squeeze(-1))
+    same_bytes(values, fp8((groups / scale).view(6, hidden)))
+    powers = torch.exp2(torch.ceil(torch.log2(scale.clamp(min=torch.tensor(1e-10)))))
+    vllm.per_token_group_fp8_quant(x, values, found, 128, 1e-10, -448.0, 448.0, True)
+    same(found, powers.squeeze(-1))
+    same_bytes(values, fp8((groups / powers).view(6, hidden)))
+    again, words = torch.empty_like(values), torch.full((-(-hidden // 512), 8), 0x7F7F7F7F, dtype=torch.int32)
+    vllm.per_token_group_fp8_quant_packed(x, again, words[:, :6].T, 128, 1e-10, -448.0, 448.0)
+    same_bytes(again, values)
+    assert torch.equal(words[:, :6].T, in_words(powers.squeeze(-1)))
+    assert words[0, 1] & 0xFF == 0x5E  # vLLM's test of a row of zeros
+    with pytest.raises(TypeError, match="scale_out must be int32, got float32"):
+        vllm.per_token_group_fp8_quant_packed(x, again, found, 128, 1e-10, -448.0, 448.0)
 
 
 @dtypes
@@ -499,6 +537,8 @@ ERRORS = {
         (lambda: of_groups(INT8_OUT, least=-128.0, greatest=127.0), "does not support output_q of int8"),
         (lambda: of_groups(least=-449.0), "fp8_min and fp8_max must lie around 0"),
         (lambda: of_groups(eps=-1.0), "eps must not be negative, got -1.0"),
+        (lambda: vllm.per_token_group_fp8_quant_packed(X, FP8_OUT, SCALES, 3, 0.0, -1.0, 1.0), "group_size must be an"),
+        (lambda: vllm.per_token_group_fp8_quant_packed(X, FP8_OUT, SCALES, 4, -1.0, -1.0, 1.0), "eps must not be neg"),
         (lambda: of_groups(size=3), "group_size must be an int that divides the 4 elements"),
         (lambda: flashinfer.rmsnorm_quant(X + 1, X, W, 1.0), "the dtype of out must be one of torch.int8"),
         (lambda: flashinfer.rmsnorm(X, W, out=X.mT), "out must have x's shape"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fusednorm
-from fusednorm import explain, quantizations
+from fusednorm import Quantization, explain, quantizations
 from fusednorm.calls.call import Step
 from fusednorm.conformance.cases import BF16, F32, F64, Case, operands
 
@@ -51,6 +51,27 @@ def test_who_quantizes():
     with fusednorm.use_backend("reference"):
         plan = explain(X, RESIDUAL, function=fusednorm.fused_add_rms_norm_quant, quantization=TOKEN).plan
     assert plan == "plain torch operations; the rows are quantized by torch's operations"
+
+
+@pytest.mark.parametrize("function", [fusednorm.quantize, fusednorm.rms_norm_quant, fusednorm.silu_and_mul_quant])
+def test_who_quantizes_with_scales_that_no_kernel_has(function):
+    """Given scales of rows, columns and blocks; scales in another dtype."""
+    static, own = quantizations.VLLM_FP8_STATIC, function is fusednorm.silu_and_mul_quant
+    here = "by a call of its own" if own else "in the same call"
+    packed = Quantization(torch.int8, round_scale="up_to_power_of_two", scale_dtype=torch.int32)
+    for quantization, scale, wanted in (
+        (static, None, here),
+        (static, torch.ones(1), here),
+        (static, torch.ones(4, 1), "by torch's operations"),
+        (static, torch.ones(2, 2), "by torch's operations"),
+        (packed, None, f"{here}, their scales are converted to int32 by torch's operations"),
+    ):
+        plan = explain(X, function=function, quantization=quantization, scale=scale).plan
+        assert f"{plan};".count(f"; the rows are quantized {wanted};") == 1
+    with fusednorm.use_backend("reference"):
+        plan = explain(X, function=function, quantization=packed).plan
+    assert plan.startswith("plain torch operations; the rows are quantized by torch's operations")
+    assert "converted" not in plan
 
 
 def test_who_gates():
@@ -101,6 +122,8 @@ def test_who_scales_x():
         ),
         ({"residual": RESIDUAL, "x_scale": "2"}, TypeError, "x_scale must be a number, got str"),
         ({"between": BF16}, TypeError, "between must be None or torch.float32"),
+        ({"scale": X}, TypeError, "scale is given, and the call takes none; leave it out"),
+        ({"scale": X, "quantization": TOKEN}, TypeError, "or pass its quantization per='tensor'"),
         ({"quantization": "int8"}, TypeError, "quantization must be a fusednorm.Quantization, got str"),
         ({"quantization": quantizations.VLLM_FP8_BLOCK_FUSED}, ValueError, "groups of 128 elements, which do not"),
     ],
