@@ -69,14 +69,15 @@ def quantize(
         zero_point: int32, one element, between -2^30 and 2^30, for ``per="tensor"`` with ``zero_point`` "after" or
             "before"; else None. Its value too is not looked at on a GPU.
         out: [..., N] of the quantization's dtype, to write the numbers to.
-        scale_out: float32 or the quantization's ``scale_dtype``, to write the scales to; shaped as they are.
-        zero_point_out: int32, to write the zero points to; shaped as the scales.
+        scale_out: float32 or the quantization's ``scale_dtype``, to write the scales to; shaped as they are. On a CPU
+            torch 2.13 does not compile programs that write to memory of float8_e8m0fnu.
+        zero_point_out: int32, to write the zero points to; shaped as they are.
 
     Returns:
         The numbers, [..., N], and their scales: float32 [..., 1] for rows, [..., N / group] for groups, and ``scale``
         itself for ``per="tensor"``. If zero points are computed, a third tensor has them: int32, shaped as the scales.
-        With ``scale_dtype`` scales have that dtype; int32 numbers have the scales of four groups each, [..., a fourth
-        of the groups, rounded up].
+        With ``scale_dtype`` scales have that dtype; of int32 each number has the scales of four groups, and there are
+        [..., N / group / 4, rounded up].
 
     Raises:
         TypeError: an operand is no tensor, has another dtype, or is missing.

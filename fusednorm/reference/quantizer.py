@@ -105,11 +105,11 @@ def in_dtype(scale: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Scales, float32 [..., groups], which are powers of two unless the dtype is None, as ``scale_dtype`` has them."""
     if dtype is None:
         return scale
-    code = (scale.contiguous().view(torch.int32) >> 23) & 0xFF
-    if dtype == torch.int32:
+    scale = scale.clone(memory_format=torch.contiguous_format)  # also without rows, whose columns may have no stride
+    code = (scale.view(torch.int32) >> 23).to(torch.uint8)  # without the sign, which a NaN may have
+    if dtype == torch.int32 and code.shape[-1] % 4:
         code = torch.nn.functional.pad(code, (0, -code.shape[-1] % 4))
-        return code[..., 0::4] | (code[..., 1::4] << 8) | (code[..., 2::4] << 16) | (code[..., 3::4] << 24)
-    return code.to(torch.uint8).view(dtype)
+    return code.view(dtype)
 
 
 def _stored(v: Tensor, quantization: Quantization, zero: Tensor | None) -> Tensor:

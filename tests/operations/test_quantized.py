@@ -376,7 +376,11 @@ def test_codes_are_compiled_exported_and_batched(dtype, layout):
         found = program(ROWS)
         assert same(found, wanted)
         assert found[1].stride() == wanted[1].stride()
-    assert same(torch.vmap(lambda y: quantize(y, coded))(ROWS.unsqueeze(1)), [t.unsqueeze(1) for t in wanted])
+    for dim in (0, 2):
+        batched = torch.vmap(lambda y: quantize(y, coded), in_dims=dim, out_dims=dim)
+        found = batched(ROWS.expand(2, -1, -1).movedim(0, dim))
+        for one in zip(*(t.movedim(dim, 0) for t in found), strict=True):
+            assert same(one, wanted)
     numbers, scale, nothing = torch.ops.fusednorm.quantize(ROWS, str(coded), None, None)
     assert same((numbers, scale), wanted)
     assert nothing.shape == (0,)
@@ -406,9 +410,10 @@ def test_a_wrong_text_is_refused():
 
 
 def test_empty():
-    for quantization in (TOKEN, BLOCK, ALL["padded columns"]):
+    words = replace(ALL["powers of two"], per=32, layout="column_padded", scale_dtype=I32)
+    for quantization, width in ((TOKEN, 1), (BLOCK, 2), (ALL["padded columns"], 1), (words, 1)):
         values, scale, *_ = quantize(X[:0], quantization)
-        assert (values.shape, scale.shape) == ((0, 128), (0, 128 // quantization.group(128)))
+        assert (values.shape, scale.shape) == ((0, 128), (0, width))
         *found, _ = fused_add_rms_norm_quant(X[:0], RESIDUAL[:0], WEIGHT, quantization=quantization)
         assert same(found[:2], (values, scale))
 
