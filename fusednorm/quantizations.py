@@ -66,13 +66,13 @@ DEEPGEMM_FP8_BLOCK_PACKED = Quantization(
     round_scale="up_to_power_of_two",
     scale_dtype=torch.int32,
 )
-if E8M0 is not None:
-    #: `act_quant` of DeepSeek-V4's own inference code, with scales of float8_e8m0fnu; torch 2.6 has no such dtype.
-    DEEPSEEK_V4_FP8_BLOCK = Quantization(
-        torch.float8_e4m3fn,
-        per=128,
-        scale_by="reciprocal",
-        amax_floor=1e-4,
-        round_scale="up_to_power_of_two",
-        scale_dtype=E8M0,
-    )
+#: `act_quant` of DeepSeek-V4's own inference code, with scales of float8_e8m0fnu; torch 2.6 has no such dtype, and the
+#: scales are float32 there.
+DEEPSEEK_V4_FP8_BLOCK = Quantization(
+    torch.float8_e4m3fn,
+    per=128,
+    scale_by="reciprocal",
+    amax_floor=1e-4,
+    round_scale="up_to_power_of_two",
+    scale_dtype=E8M0,
+)

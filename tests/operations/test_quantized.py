@@ -523,7 +523,7 @@ def packed(scale, v):
 
 
 def in_e8m0(scale, v):
-    return scale.to(E8M0), v
+    return scale.to(E8M0 or F32), v
 
 
 def inverting(v, scale):
