@@ -56,6 +56,7 @@ EXACT = {
     "gelu": lambda z: z * (torch.special.erfc(z * -math.sqrt(0.5)) / 2),
     "relu2": lambda z: torch.where(z > 0, z, 0 * z).square(),
     "gelu_tanh": lambda z: z / (1 + torch.exp(-2 * math.sqrt(2 / math.pi) * (z + 0.044715 * z * z * z))),
+    "tanh": torch.tanh,
 }
 #: Errors are reported for each of these ranges of arguments: from one number up to the next.
 RANGES = (-math.inf, -8.0, -4.0, -2.0, -1.0, 0.0, math.inf)
@@ -135,7 +136,7 @@ class Errors:
 
     def look_at(self, z, found):
         exact = EXACT[self.name](z.double())
-        nan = z.isnan() if self.name in ("exp", "sigmoid", "relu2") else z.isnan() | (z == -math.inf)
+        nan = z.isnan() if self.name in ("exp", "sigmoid", "relu2", "tanh") else z.isnan() | (z == -math.inf)
         self.nans += int((found.isnan() != nan).sum())
         magnitude = exact.abs()
         # The spacing of float32 at the exact number is 2^(exponent - 23), and 2^-149 where that is subnormal.
@@ -167,9 +168,15 @@ class Errors:
 
 
 def functions(z, name, variant):
-    """A function of each number, twice, and its derivative, by C: those of 1 times the gate z, for an incoming 1."""
+    """A function of each number, twice, and its derivative, by C: those of 1 times the gate z, for an incoming 1.
+
+    tanh is softcap with a cap of 1: a quotient and a product that change nothing. Its value is computed once.
+    """
     one = torch.ones_like(z)
     with fusednorm.use_backend("cpu"), cpu.use_variant(variant):
+        if name == "tanh":
+            gating = execute.Gating("softcap", None, z.dtype, 1.0)
+            return fusednorm.softcap(z, 1.0), execute.gate_gradients(cpu, one, (None, z), gating, (False, True))[1]
         value, slope = execute.gate_gradients(cpu, one, (one, z), execute.Gating(name, None, z.dtype), (True, True))
         return fusednorm.gate(one, z, activation=name), value, slope
 
@@ -178,6 +185,8 @@ def reference(z, name):
     """The same by the reference; of exp the value alone."""
     if name == "exp":
         return (activations.exponential(z),)
+    if name == "tanh":
+        return activations.softcap(z, 1.0, None)
     value, slope = activations.activated_and_slope(z, name)
     return value, value, slope
 
@@ -193,6 +202,9 @@ def beyond(z, name):
     if name == "relu2":
         value = torch.where(z < 0, 0, z) ** 2
         return value, value, torch.where(z > 0, 2 * z, 0)
+    if name == "tanh":
+        value = torch.where(z.isnan() | tiny, z, above - (z < 0).float())
+        return value, torch.where(z.isnan(), z, tiny.float())
     value = torch.where(tiny, z / 2, z * above)  # NaN for -infinity
     if name == "gelu":
         value = torch.where(tiny & (z > 0), z - z / 2, value)  # half of the smallest number is rounded
