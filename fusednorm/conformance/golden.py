@@ -353,6 +353,8 @@ def _stepped_cases():
     for function in ("gelu", "relu2"):
         for dtype in (BF16, F16, F32, F64):
             yield function, dtype, None, {}
+    for dtype in (BF16, F16, F32, F64):
+        yield "softcap", dtype, None, {"cap": 2.5, "round_steps": dtype == BF16}
 
 
 #: The files of the golden vectors, and the functions that make these.
