@@ -1,7 +1,7 @@
-"""``fla.modules.fused_norm_gate``, and ``swiglu``: everything in float32, rounded once, as its Triton kernels do.
+"""``fla.modules``: gated norms, ``swiglu``, ``l2norm`` and rotations, in float32, rounded once, as its Triton kernels.
 
-They multiply the row by the gate g, and then by its sigmoid, where fusednorm multiplies it by ``silu(g)``: the last
-bit of float32 may differ. The exponential is fusednorm's (docs/spec.md, section 10).
+Its gated norms multiply the row by the gate g, and then by its sigmoid, where fusednorm multiplies it by ``silu(g)``:
+the last bit of float32 may differ. The exponential is fusednorm's (docs/spec.md, section 10).
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from fusednorm.calls.call import accumulator
 from fusednorm.calls.checks import refuse_type
 from fusednorm.compat import unrounded
 from fusednorm.operations.gate import gate, silu_and_mul
+from fusednorm.operations.l2 import l2_norm
 from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
 from fusednorm.operations.norm_gated import rms_norm_gated as norm_gated
+from fusednorm.operations.rotate import qk_norm_rope, rotate
 
 _ACTIVATIONS = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
 
@@ -31,6 +33,60 @@ def _activation(name: str) -> str:
 def swiglu(x: Tensor, y: Tensor) -> Tensor:
     """``silu(x) * y`` of ``fla.modules.activations``: :func:`fusednorm.silu_and_mul` with ``between=torch.float32``."""
     return silu_and_mul(x, y, between=unrounded(x))
+
+
+def l2norm(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> Tensor:
+    """``x / sqrt(sum(x^2) + eps)`` of each row: :func:`fusednorm.l2_norm`, which says how it rounds."""
+    return l2_norm(x, eps, out_dtype=output_dtype)
+
+
+def rotary_embedding(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    inplace: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+) -> Tensor:
+    """Rotates the heads of x, [B, T, H, D], in each row t by row t of the tables, [P, K]: :func:`fusednorm.rotate`.
+
+    ``seqlen_offsets``, for all or of each sequence, is added to t. With ``cu_seqlens`` sequences that begin at these
+    rows, the last number being T, lie one after the other. Where offsets are a tensor, what is rotated becomes 0 in
+    rows before and behind the tables. ``chunk_indices`` does nothing.
+
+    Raises:
+        ValueError: ``seqlen_offsets``, a number, lead before or behind the tables, or ``cu_seqlens`` do not end with T.
+    """
+    tables = _at_offsets(x, cos, sin, seqlen_offsets, cu_seqlens)
+    return rotate(x, **tables, interleaved=interleaved, out=x if inplace else None)
+
+
+def _at_offsets(
+    x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | None
+) -> dict[str, Any]:
+    """The tables of :func:`fusednorm.rotate`."""
+    if not isinstance(x, Tensor):
+        refuse_type("x", x)
+    rows = x.shape[1]
+    if cu_seqlens is not None:
+        starts = (cu_seqlens[:-1] - seqlen_offsets).repeat_interleave(cu_seqlens.diff())
+        if len(starts) != rows:
+            raise ValueError(f"cu_seqlens must end with x's {rows} rows, got {len(starts)}")
+        positions = torch.arange(rows, device=x.device) - starts
+    elif isinstance(seqlen_offsets, Tensor):
+        positions = torch.arange(rows, device=x.device) + seqlen_offsets[:, None]
+    elif not 0 <= seqlen_offsets <= len(cos) - rows:
+        raise ValueError(
+            f"seqlen_offsets must be 0 to {len(cos) - rows} for {rows} rows and tables of {len(cos)}, got "
+            f"{seqlen_offsets}; pass longer tables"
+        )
+    else:
+        return {name: t[seqlen_offsets : seqlen_offsets + rows] for name, t in (("cos", cos), ("sin", sin))}
+    outside = (positions < 0) | (positions >= len(cos))
+    cos, sin = (torch.nn.functional.pad(table, (0, 0, 0, 1)) for table in (cos, sin))  # with a row of zeros
+    return {"cos": cos, "sin": sin, "positions": positions.masked_fill(outside, len(cos) - 1)}
 
 
 def rms_norm_gated(
@@ -111,3 +167,73 @@ class FusedRMSNormGated(torch.nn.Module):
     def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
         flags = {"eps": self.eps, "activation": _activation(self.activation), "between": accumulator(of_rows)}
         return [("rms_norm_gated", flags)]
+
+
+class RotaryEmbedding(torch.nn.Module):
+    """Rotates heads by :func:`rotary_embedding`, with tables of cosines and sines in q's dtype that torch computes.
+
+    Raises:
+        ValueError: an odd ``dim``, or ``scale_base``, xPos, whose tables depend on calls before.
+    """
+
+    inv_freq: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        base: float = 10000.0,
+        scale_base: float | None = None,
+        interleaved: bool = False,
+        pos_idx_in_fp32: bool = True,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        if dim % 2:
+            raise ValueError(f"dim must be even, got {dim}")
+        if scale_base is not None:
+            raise ValueError("scale_base is not supported; leave it out, or call fla's own for it")
+        self.dim, self.base, self.interleaved, self.pos_idx_in_fp32 = dim, float(base), interleaved, pos_idx_in_fp32
+        self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
+        self._tables: tuple[Tensor, Tensor] | None = None
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        seqlen_offset: int | Tensor = 0,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        chunk_indices: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Rotates q and k, [B, T, H, D]; ``max_seqlen`` is the length of the tables, which offsets tell otherwise."""
+        if max_seqlen is None:
+            length: Any = q.shape[1] if cu_seqlens is None else cu_seqlens.diff()
+            length = length + seqlen_offset
+            max_seqlen = int(length.max()) if isinstance(length, Tensor) else length
+        tables = _at_offsets(q, *self._of_length(max(max_seqlen, 1), q), seqlen_offset, cu_seqlens)
+        return qk_norm_rope(q, k, **tables, norm=False, interleaved=self.interleaved)
+
+    def _frequencies(self, device: torch.device | None) -> Tensor:
+        return 1.0 / self.base ** (torch.arange(0, self.dim, 2, dtype=torch.float32, device=device) / self.dim)
+
+    def _of_length(self, length: int, q: Tensor) -> tuple[Tensor, Tensor]:
+        """The tables, of so many rows at least."""
+        if self._tables is not None:
+            kept, _ = self._tables
+            fits = len(kept) >= length and (kept.device, kept.dtype) == (q.device, q.dtype)
+            if fits and not (kept.is_inference() and torch.is_grad_enabled()):
+                return self._tables
+        frequencies = self.inv_freq.to(q.device)
+        if self.pos_idx_in_fp32 and frequencies.dtype != torch.float32:
+            frequencies = self._frequencies(q.device)
+        angles = torch.outer(torch.arange(length, dtype=frequencies.dtype, device=q.device), frequencies)
+        self._tables = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
+        return self._tables
+
+    def extra_repr(self) -> str:
+        """The arguments that determine the result."""
+        flags = f"interleaved={self.interleaved}, pos_idx_in_fp32={self.pos_idx_in_fp32}"
+        return f"dim={self.dim}, base={self.base}, {flags}"
+
+    def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
+        return [("rotate", {"interleaved": self.interleaved})]

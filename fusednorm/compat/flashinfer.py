@@ -1,6 +1,6 @@
-"""``flashinfer.norm`` and ``flashinfer.activation``, which round only stored results, as FlashInfer's kernels do.
+"""``flashinfer.norm``, ``activation`` and ``rope``, which round only stored results, as FlashInfer's kernels do.
 
-``enable_pdl`` does nothing: the backend chooses whether a kernel starts before the previous one ends. A call that
+``enable_pdl`` and ``backend`` do nothing: fusednorm's backend chooses how a kernel is launched. A call that
 allocates its result has a gradient here, unlike FlashInfer's.
 
 ``out``, [..., N], is written and returned; without it the result is a new tensor. A call that adds a residual writes
@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from fusednorm.calls.checks import refuse_type, replaced
-from fusednorm.compat import unrounded
+from fusednorm.compat import cos_and_sin, heads, rotate_in_place, unrounded
 from fusednorm.operations import gate, norm, quantize
+from fusednorm.operations.rotate import qk_norm_rope
 from fusednorm.quantizations import VLLM_FP8_STATIC, Quantization
 
 
@@ -93,6 +94,41 @@ def gelu_tanh_and_mul(input: Tensor, out: Tensor | None = None, enable_pdl: bool
 def gelu_and_mul(input: Tensor, out: Tensor | None = None, enable_pdl: bool | None = None) -> Tensor:
     """:func:`silu_and_mul` with GELU as z * Phi(z): :func:`fusednorm.gelu_and_mul`."""
     return gate.gelu_and_mul(input, between=unrounded(input), out=out)
+
+
+def apply_rope_with_cos_sin_cache(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox: bool = True,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Rotates the heads of the query and the key, [rows, H * D], by [rows] positions: :func:`fusednorm.qk_norm_rope`.
+
+    A row of ``cos_sin_cache``, [P, 2 * K], holds the cosines and the sines of a position. With ``is_neox`` pairs lie as
+    halves, else side by side.
+    """
+    if not isinstance(positions, Tensor):
+        refuse_type("positions", positions)
+    q, k = heads("query", query, head_size, positions), heads("key", key, head_size, positions)
+    cos, sin = cos_and_sin(cos_sin_cache)
+    q, k = qk_norm_rope(q, k, cos=cos, sin=sin, norm=False, positions=positions, interleaved=not is_neox)
+    return q.view(query.shape), k.view(key.shape)
+
+
+def apply_rope_with_cos_sin_cache_inplace(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox: bool = True,
+    backend: str = "auto",
+) -> None:
+    """:func:`apply_rope_with_cos_sin_cache` in place, by :func:`fusednorm.qk_norm_rope_`."""
+    rotate_in_place(positions, query, key, head_size, cos_sin_cache, is_neox)
 
 
 def _to(out: Tensor) -> Quantization:

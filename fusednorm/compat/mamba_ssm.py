@@ -1,5 +1,7 @@
 """``mamba_ssm.ops.triton.layernorm_gated``: everything in float32, rounded once, as its Triton kernels do.
 
+``layer_norm_fn`` and ``rms_norm_fn`` are those of ``mamba_ssm.ops.triton.layer_norm``, with the same roundings.
+
 The bits of the gate are those of fusednorm's exponential (docs/spec.md, section 10).
 """
 
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from fusednorm.calls.call import accumulator
 from fusednorm.calls.checks import refuse_type
-from fusednorm.compat import unrounded
+from fusednorm.compat import quack, unrounded
 from fusednorm.operations.gate import gate
 from fusednorm.operations.norm import rms_norm
 from fusednorm.operations.norm_gated import rms_norm_gated
@@ -47,6 +49,92 @@ def rmsnorm_fn(
     assert rows is not None
     y = rms_norm(rows, of_weight, eps, bias=of_bias, out_dtype=wide if gate_follows else x.dtype).flatten(-2)
     return gate(y, z, out_dtype=x.dtype) if gate_follows and z is not None else y
+
+
+def layernorm_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    z: Tensor | None = None,
+    eps: float = 1e-6,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+    is_rms_norm: bool = False,
+) -> Tensor:
+    """:func:`rmsnorm_fn`.
+
+    Raises:
+        ValueError: without ``is_rms_norm``.
+    """
+    _check_rms(is_rms_norm)
+    return rmsnorm_fn(x, weight, bias, z, eps, group_size, norm_before_gate)
+
+
+def rms_norm_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    x1: Tensor | None = None,
+    weight1: Tensor | None = None,
+    bias1: Tensor | None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    return_dropout_mask: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Adds the residual if there is one, and RMS-normalises the unrounded sum: :func:`fusednorm.fused_add_rms_norm`.
+
+    With ``prenorm`` the sum is returned too, in the residual's dtype; without a residual it is x, in float32 if
+    ``residual_in_fp32``.
+
+    Raises:
+        ValueError: ``dropout_p``, ``return_dropout_mask``, ``rowscale``, or a second x, weight or bias is given.
+    """
+    given = {"x1": x1, "weight1": weight1, "bias1": bias1, "rowscale": rowscale, "dropout_p": dropout_p or None}
+    given["return_dropout_mask"] = return_dropout_mask or None
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name} is not supported; leave it out, or call mamba_ssm's own for it")
+    if not isinstance(x, Tensor):
+        refuse_type("x", x)
+    residual_dtype = accumulator(x.dtype) if residual is None and residual_in_fp32 else None
+    return quack.rmsnorm(x, weight, bias, residual, None, residual_dtype, eps, prenorm)
+
+
+def layer_norm_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    x1: Tensor | None = None,
+    weight1: Tensor | None = None,
+    bias1: Tensor | None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    is_rms_norm: bool = False,
+    return_dropout_mask: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`rms_norm_fn`.
+
+    Raises:
+        ValueError: without ``is_rms_norm``, and as there.
+    """
+    _check_rms(is_rms_norm)
+    return rms_norm_fn(
+        *(x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, residual_in_fp32),
+        return_dropout_mask,
+    )
+
+
+def _check_rms(is_rms_norm: bool) -> None:
+    if not is_rms_norm:
+        raise ValueError("is_rms_norm must be True: fusednorm has no LayerNorm; call mamba_ssm's own for it")
 
 
 class RMSNorm(torch.nn.Module):

@@ -2,6 +2,7 @@
 
 ``silu_and_mul``, ``gelu_tanh_and_mul`` and ``gelu_and_mul`` round once, as its kernels do; the exponential is
 fusednorm's (docs/spec.md, section 10). Their input holds the gate and what it multiplies, [..., 2 * N].
+``fused_qk_norm_rope`` is missing: its kernel approximates the cosines itself.
 
 The functions that quantize have the formulas of its CUDA kernels: they take [rows, N], and write numbers to
 ``output_q``, float8_e4m3fn of the same shape, and float32 scales to ``output_s``. Rows of zeros have scale 0 and
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.calls.checks import replaced
-from fusednorm.compat import unrounded
+from fusednorm.compat import rotate_in_place, unrounded
 from fusednorm.compat.flashinfer import fused_add_rmsnorm, gemma_fused_add_rmsnorm, gemma_rmsnorm, rmsnorm
 from fusednorm.operations import gate
 from fusednorm.operations.norm_gated import check_group_size
@@ -22,6 +23,7 @@ from fusednorm.operations.quantize import quantize, silu_and_mul_quant
 from fusednorm.quantizations import SGLANG_FP8_BLOCK, SGLANG_FP8_BLOCK_UE8M0, SGLANG_FP8_TOKEN, VLLM_FP8_STATIC
 
 __all__ = [
+    "apply_rope_with_cos_sin_cache_inplace",
     "fused_add_rmsnorm",
     "gelu_and_mul",
     "gelu_tanh_and_mul",
@@ -48,6 +50,29 @@ def gelu_tanh_and_mul(input: Tensor, out: Tensor | None = None) -> Tensor:
 def gelu_and_mul(input: Tensor, out: Tensor | None = None) -> Tensor:
     """:func:`silu_and_mul` with ``gelu(gate)`` as z * Phi(z): :func:`fusednorm.gelu_and_mul`."""
     return gate.gelu_and_mul(input, between=unrounded(input), out=out)
+
+
+def apply_rope_with_cos_sin_cache_inplace(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox: bool = True,
+    fused_set_kv_buffer_arg: object | None = None,
+    enable_pdl: bool | None = None,
+) -> None:
+    """As FlashInfer's: :func:`fusednorm.compat.flashinfer.apply_rope_with_cos_sin_cache_inplace`.
+
+    Raises:
+        ValueError: ``fused_set_kv_buffer_arg`` is given.
+    """
+    if fused_set_kv_buffer_arg is not None:
+        raise ValueError(
+            "fused_set_kv_buffer_arg writes to a cache of keys and values, which fusednorm does not; write to it after "
+            "the call"
+        )
+    rotate_in_place(positions, query, key, head_size, cos_sin_cache, is_neox)
 
 
 def sgl_per_token_quant_fp8(input: Tensor, output_q: Tensor, output_s: Tensor) -> None:

@@ -20,14 +20,16 @@ what it multiplies.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusednorm.calls.checks import check_one_row, refuse_type, replaced
-from fusednorm.compat import unrounded
+from fusednorm.compat import cos_and_sin, rotate_in_place, unrounded
 from fusednorm.operations import functions, gate, norm, quantize
 from fusednorm.operations.norm_gated import check_group_size
+from fusednorm.operations.rotate import qk_norm_rope_
 from fusednorm.quantizations import (
     VLLM_FP8_BLOCK_FUSED,
     VLLM_FP8_BLOCK_UE8M0,
@@ -153,6 +155,58 @@ def rms_norm_per_block_quant(
     check_group_size(group_size[1], input.shape[-1], _DIVISOR)
     quantization = replaced(quantization, _NAMES, dtype=quant_dtype, per=group_size[1], layout=layout)
     return _dynamic(input, weight, epsilon, quantization, residual)
+
+
+def rotary_embedding(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+    rope_dim_offset: int = 0,
+    inverse: bool = False,
+) -> None:
+    """Rotates the heads of the query and the key in place, rounded once: :func:`fusednorm.qk_norm_rope_`.
+
+    They are [..., H * D] or [..., H, D] with positions of [...]; a row of ``cos_sin_cache``, [P, 2 * K], holds the
+    cosines and the sines of a position. With ``is_neox`` pairs lie as halves, else side by side. The first
+    ``rope_dim_offset`` numbers of a head stay as they are; ``inverse`` rotates back.
+    """
+    rotate_in_place(positions, query, key, head_size, cos_sin_cache, is_neox, rope_dim_offset, inverse)
+
+
+def fused_qk_norm_rope(
+    qkv: Tensor,
+    num_heads_q: int,
+    num_heads_k: int,
+    num_heads_v: int,
+    head_dim: int,
+    eps: float,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+    position_ids: Tensor,
+    forced_token_heads_per_warp: int = -1,
+) -> None:
+    """RMS-normalises and rotates the heads of q and k in place, rounded once: :func:`fusednorm.qk_norm_rope_`.
+
+    ``qkv`` is [..., heads * head_dim]; of the cache see :func:`rotary_embedding`. vLLM multiplies rstd by the weight
+    first: the last bit of float32 may differ. ``forced_token_heads_per_warp`` does nothing.
+    """
+    if not isinstance(qkv, Tensor):
+        refuse_type("qkv", qkv)
+    heads = [num_heads_q, num_heads_k, num_heads_v]
+    if qkv.shape[-1:] != (sum(heads) * head_dim,):
+        raise ValueError(
+            f"qkv must have rows of {sum(heads)} heads of {head_dim}, {sum(heads) * head_dim} elements, got shape "
+            f"{list(qkv.shape)}"
+        )
+    q, k, _ = torch.split(torch.unflatten(qkv, -1, (-1, head_dim)), heads, -2)
+    cos, sin = cos_and_sin(cos_sin_cache)
+    how: dict[str, Any] = {"positions": position_ids, "interleaved": not is_neox, "between": unrounded(qkv)}
+    qk_norm_rope_(q, k, q_weight, k_weight, cos, sin, eps, **how)
 
 
 def silu_and_mul(out: Tensor, input: Tensor) -> None:
