@@ -284,6 +284,22 @@ def test_vllm_fp8_of_groups(dtype, hidden):
 
 
 @dtypes
+@pytest.mark.parametrize("gated", [False, True], ids=["rows", "gated"])
+def test_sglangs_packed_scales(dtype, gated):
+    """A byte for the exponent of each group, as the kernel stores them: by columns, and 0 behind the last group."""
+    x = torch.randn(6, 6 * 32 * (1 + gated)).to(dtype)
+    values, scales = torch.empty(2, 6, 6 * 32, dtype=torch.float8_e4m3fn), torch.empty(6, 6)
+    packed = torch.full((2, 8), -1, dtype=torch.int32).T[:6]
+    for out, scale in zip(values, (scales, packed), strict=True):
+        flags = {"scale_ue8m0": True, "fuse_silu_and_mul": gated}
+        sgl_kernel.sgl_per_token_group_quant_8bit(x, out, scale, 32, 1e-10, -448.0, 448.0, **flags)
+    same_bytes(*values)
+    exponents = packed.contiguous().view(torch.uint8).view(6, 8)
+    same(exponents[:, :6].int(), scales.frexp().exponent + 126)
+    assert not exponents[:, 6:].any()
+
+
+@dtypes
 @pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2], ids=dtype_name)
 def test_flashinfer_quantized(dtype, kind):
     x, residual, weight = of(dtype)
