@@ -107,10 +107,13 @@ def explain(
             by = f"{by}, their scales are converted to {str(quantization.scale_dtype)[6:]} {by_torch}"
         found = replace(found, plan=f"{found.plan}; the rows are quantized {by}")
     if "gate" in listed.steps:
-        by = own if found.takes(Step("gate")) else by_torch
+        also = ("softcap",) if listed.name == "softcap" else ()
+        by = own if found.takes(Step("gate", also=also)) else by_torch
         if listed.steps == "norm, gate" and found.takes(Step("norm_gated")):
             by = "in the same call"
-        found = replace(found, plan=f"{found.plan}; the rows are gated {by}")
+        alone = listed.steps == "gate" and len(listed.operands) == 1
+        done = f"{listed.name} is computed" if alone else "the rows are gated"
+        found = replace(found, plan=f"{found.plan}; {done} {by}")
     if "rotate" in listed.steps:
         step, plan, by = Step("rotate", None, (x.dtype,)), found.plan, by_torch
         if found.takes(step):

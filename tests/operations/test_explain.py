@@ -85,6 +85,21 @@ def test_who_gates():
             assert explain(X, function=function).plan.endswith("; the rows are gated by torch's operations")
 
 
+def test_who_computes_a_function(monkeypatch):
+    """A backend of gates may not know softcap."""
+    functions = fusednorm.gelu, fusednorm.relu2, fusednorm.softcap
+    for function in functions:
+        name = function.__name__
+        assert explain(X, function=function).plan.endswith(f"; {name} is computed by a call of its own")
+        with fusednorm.use_backend("reference"):
+            plan = explain(X, function=function).plan
+        assert plan == f"plain torch operations; {name} is computed by torch's operations"
+    cpu = fusednorm.engine.choose.load("cpu")
+    monkeypatch.setattr(cpu, "KNOWS", cpu.KNOWS - {"softcap"})
+    plans = [explain(X, function=function).plan for function in functions]
+    assert [plan.endswith("by torch's operations") for plan in plans] == [False, False, True]
+
+
 def test_who_multiplies_by_the_weights_of_heads():
     """One call of C; test_affine.py has a backend that knows no heads."""
     heads = torch.stack([WEIGHT] * 4)
