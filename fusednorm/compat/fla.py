@@ -218,16 +218,15 @@ class RotaryEmbedding(torch.nn.Module):
 
     def _of_length(self, length: int, q: Tensor) -> tuple[Tensor, Tensor]:
         """The tables, of so many rows at least."""
-        if self._tables is not None:
-            kept, _ = self._tables
-            fits = len(kept) >= length and (kept.device, kept.dtype) == (q.device, q.dtype)
-            if fits and not (kept.is_inference() and torch.is_grad_enabled()):
-                return self._tables
-        frequencies = self.inv_freq.to(q.device)
-        if self.pos_idx_in_fp32 and frequencies.dtype != torch.float32:
-            frequencies = self._frequencies(q.device)
-        angles = torch.outer(torch.arange(length, dtype=frequencies.dtype, device=q.device), frequencies)
-        self._tables = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
+        kept = self._tables
+        if kept is not None and len(kept[0]) >= length and (kept[0].device, kept[0].dtype) == (q.device, q.dtype):
+            return kept
+        with torch.inference_mode(False):  # gradients take them later
+            frequencies = self.inv_freq.to(q.device)
+            if self.pos_idx_in_fp32 and frequencies.dtype != torch.float32:
+                frequencies = self._frequencies(q.device)
+            angles = torch.outer(torch.arange(length, dtype=frequencies.dtype, device=q.device), frequencies)
+            self._tables = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
         return self._tables
 
     def extra_repr(self) -> str:
