@@ -145,7 +145,8 @@ def test_flas_module(dtype, is_neox):
         same(found, fla.rotary_embedding(x[:1], cos, sin, not is_neox, seqlen_offsets=offsets, cu_seqlens=ends))
     assert not module.state_dict()
     assert repr(module) == f"RotaryEmbedding(dim=48, base=500.0, interleaved={not is_neox}, pos_idx_in_fp32=True)"
-    same(module.to(BF16)(q, k)[0], fla.rotary_embedding(q, cos, sin, not is_neox))
+    of_bfloat16 = fla.RotaryEmbedding(2 * PAIRS, 500.0, interleaved=not is_neox).to(BF16)
+    same(of_bfloat16(q, k)[0], fla.rotary_embedding(q, cos, sin, not is_neox))
     rounded = fla.RotaryEmbedding(2 * PAIRS, pos_idx_in_fp32=False).to(BF16)
     one = q[:, :1], k[:, :1]
     same(rounded(*one, 999)[0], rounded(*one, 1000)[0])  # bfloat16 has no 999
