@@ -2,7 +2,7 @@
 
 ``silu_and_mul``, ``gelu_tanh_and_mul`` and ``gelu_and_mul`` round once, as its kernels do; the exponential is
 fusednorm's (docs/spec.md, section 10). Their input holds the gate and what it multiplies, [..., 2 * N].
-``fused_qk_norm_rope`` is missing: its kernel approximates the cosines itself.
+``fused_qk_norm_rope`` is missing: its kernel computes the cosines itself.
 
 The functions that quantize have the formulas of its CUDA kernels: they take [rows, N], and write numbers to
 ``output_q``, float8_e4m3fn of the same shape, and float32 scales to ``output_s``. Rows of zeros have scale 0 and

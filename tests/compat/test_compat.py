@@ -288,12 +288,14 @@ def test_vllm_fp8_of_groups(dtype, hidden):
 def test_sglangs_packed_scales(dtype, gated):
     """A byte for the exponent of each group, as the kernel stores them: by columns, and 0 behind the last group."""
     x = torch.randn(6, 6 * 32 * (1 + gated)).to(dtype)
+    x[3] *= 50 if gated else 1000  # exponents from 128 on
     values, scales = torch.empty(2, 6, 6 * 32, dtype=torch.float8_e4m3fn), torch.empty(6, 6)
     packed = torch.full((2, 8), -1, dtype=torch.int32).T[:6]
     for out, scale in zip(values, (scales, packed), strict=True):
         flags = {"scale_ue8m0": True, "fuse_silu_and_mul": gated}
         sgl_kernel.sgl_per_token_group_quant_8bit(x, out, scale, 32, 1e-10, -448.0, 448.0, **flags)
     same_bytes(*values)
+    assert (packed < 0).any()
     exponents = packed.contiguous().view(torch.uint8).view(6, 8)
     same(exponents[:, :6].int(), scales.frexp().exponent + 126)
     assert not exponents[:, 6:].any()
