@@ -10,6 +10,7 @@ import re
 import pytest
 import torch
 
+import fusednorm
 from fusednorm import l2_norm, qk_norm_rope, rms_norm
 from fusednorm.compat import fla, flashinfer, mamba_ssm, sgl_kernel, vllm
 from fusednorm.conformance.cases import BF16, F16, F32, F64, dtype_name
@@ -144,6 +145,8 @@ def test_flas_module(dtype, is_neox):
     for found, x in zip(module(q[:1], k[:1], offsets, ends), (q, k), strict=True):
         same(found, fla.rotary_embedding(x[:1], cos, sin, not is_neox, seqlen_offsets=offsets, cu_seqlens=ends))
     assert not module.state_dict()
+    (step,) = fusednorm.contract(module).steps
+    assert (step.operation, step.flags) == ("rotate", {} if is_neox else {"interleaved": True})
     assert repr(module) == f"RotaryEmbedding(dim=48, base=500.0, interleaved={not is_neox}, pos_idx_in_fp32=True)"
     of_bfloat16 = fla.RotaryEmbedding(2 * PAIRS, 500.0, interleaved=not is_neox).to(BF16)
     same(of_bfloat16(q, k)[0], fla.rotary_embedding(q, cos, sin, not is_neox))
