@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 #: The reference is not tied to a device.
 DEVICES = ("any",)
 
-KNOWS = frozenset(("residual_dtype", "norm_before_add", "affine", "x_scale"))
+KNOWS = frozenset(("residual_dtype", "norm_before_add", "affine", "x_scale", "center"))
 
 #: As all of torch's arithmetic on a CPU.
 FLUSHES_WITH_CALLER = True

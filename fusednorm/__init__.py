@@ -41,12 +41,21 @@ from fusednorm.operations.explain import explain
 from fusednorm.operations.functions import gelu, relu2, softcap
 from fusednorm.operations.gate import gate, gate_, gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from fusednorm.operations.l2 import l2_norm
-from fusednorm.operations.modules import AddRMSNorm, RMSNorm, RMSNormGated
+from fusednorm.operations.layer_norm import (
+    fused_add_layer_norm,
+    fused_add_layer_norm_,
+    layer_norm,
+    layer_norm_,
+)
+from fusednorm.operations.modulate import modulate
+from fusednorm.operations.modules import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm, RMSNormGated
 from fusednorm.operations.norm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
 from fusednorm.operations.norm_gated import rms_norm_gated, rms_norm_gated_
 from fusednorm.operations.prewarm import prewarm
 from fusednorm.operations.quantize import (
+    fused_add_layer_norm_quant,
     fused_add_rms_norm_quant,
+    layer_norm_quant,
     quantize,
     relu2_quant,
     rms_norm_quant,
@@ -74,8 +83,10 @@ _environment.warn_of_unread()
 
 __all__ = [
     "SPEC_VERSION",
+    "AddLayerNorm",
     "AddRMSNorm",
     "BackendError",
+    "LayerNorm",
     "Quantization",
     "RMSNorm",
     "RMSNormGated",
@@ -84,6 +95,9 @@ __all__ = [
     "backends",
     "contract",
     "explain",
+    "fused_add_layer_norm",
+    "fused_add_layer_norm_",
+    "fused_add_layer_norm_quant",
     "fused_add_rms_norm",
     "fused_add_rms_norm_",
     "fused_add_rms_norm_quant",
@@ -93,6 +107,10 @@ __all__ = [
     "gelu_and_mul",
     "gelu_tanh_and_mul",
     "l2_norm",
+    "layer_norm",
+    "layer_norm_",
+    "layer_norm_quant",
+    "modulate",
     "prewarm",
     "qk_norm_rope",
     "qk_norm_rope_",

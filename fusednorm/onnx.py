@@ -30,6 +30,8 @@ OPSET = 23
 _TRANSLATED = (
     "rms_norm",
     "fused_add_rms_norm",
+    "layer_norm",
+    "fused_add_layer_norm",
     "add",
     "scale",
     "affine",
@@ -42,7 +44,8 @@ _TRANSLATED = (
 )
 
 #: They take the place of operations that write to their operands.
-_INSTEAD = {"rms_norm_": "rms_norm", "fused_add_rms_norm_": "fused_add_rms_norm", "into": "the function without `out`"}
+_INSTEAD = {f"{name}_": name for name in ("rms_norm", "fused_add_rms_norm", "layer_norm", "fused_add_layer_norm")}
+_INSTEAD |= {"into": "the function without `out`"}
 
 
 class UntranslatedError(NotImplementedError):

@@ -32,20 +32,38 @@ Value = Any
 
 def rms_norm(exact: bool, x: Value, weight: Value | None, *flags: Any) -> tuple[Value, Value]:
     """y, [..., N], and rstd, [...]: docs/spec.md, section 2."""
-    return _normalised(exact, _widened(x, _accumulator(x)), x, weight, Flags(*flags))
+    return _normalised(exact, _widened(x, _accumulator(x)), x, weight, None, Flags(*flags))
+
+
+def layer_norm(exact: bool, x: Value, weight: Value | None, bias: Value | None, *flags: Any) -> tuple[Value, Value]:
+    """The same of section 11."""
+    return _normalised(exact, _widened(x, _accumulator(x)), x, weight, bias, Flags(*flags)._replace(center=True))
 
 
 def fused_add_rms_norm(
-    exact: bool, x: Value, residual: Value, weight: Value | None, *arguments: Any
+    exact: bool, x: Value, residual: Value, weight: Value | None, *flags: Any
 ) -> tuple[Value, Value, Value]:
     """y, the sum, and rstd."""
-    flags, wide = Flags(*arguments), _accumulator(x)
+    return _of_sum(exact, x, residual, weight, None, Flags(*flags))
+
+
+def fused_add_layer_norm(
+    exact: bool, x: Value, residual: Value, weight: Value | None, bias: Value | None, *flags: Any
+) -> tuple[Value, Value, Value]:
+    """The same of section 11."""
+    return _of_sum(exact, x, residual, weight, bias, Flags(*flags)._replace(center=True))
+
+
+def _of_sum(
+    exact: bool, x: Value, residual: Value, weight: Value | None, bias: Value | None, flags: Flags
+) -> tuple[Value, Value, Value]:
+    wide = _accumulator(x)
     total_dtype = flags.residual_dtype or residual.dtype
     h = op.Add(_widened(x, wide), _widened(residual, wide))
     total = _rounded(exact, h, wide, total_dtype)
     if flags.round_sum:
         h = _cast(total, total_dtype, wide)
-    y, rstd = _normalised(exact, h, x, weight, flags)
+    y, rstd = _normalised(exact, h, x, weight, bias, flags)
     return y, total, rstd
 
 
@@ -229,26 +247,37 @@ def quantize(
 # Parts of these operations. Where nothing else is said, values are of the accumulator type, which ``wide`` names.
 
 
-def _normalised(exact: bool, h: Value, x: Value, weight: Value | None, flags: Flags) -> tuple[Value, Value]:
+def _normalised(
+    exact: bool, h: Value, x: Value, weight: Value | None, bias: Value | None, flags: Flags
+) -> tuple[Value, Value]:
     """The norm of h, [..., N], rounded to ``out_dtype`` or x's, and rstd, [...]; x gives the length of rows too."""
     wide = _accumulator(x)
     gain = _gain(weight, flags.weight_offset, wide)
     rounds = flags.round_norm and x.dtype != wide
-    square = op.Mul(h, h)
-    if exact:
-        mean = op.Div(_treesum(square, _length(x), len(x.shape)), _constant(_length(x), wide))
-    else:
-        mean = op.ReduceMean(square, _integers(-1), keepdims=1)
-    rstd = _reciprocal(_root(op.Add(mean, _constant(flags.eps, wide)), wide), wide)
+
+    def mean(v: Value) -> Value:
+        if exact:
+            return op.Div(_treesum(v, _length(x), len(x.shape)), _constant(_length(x), wide))
+        return op.ReduceMean(v, _integers(-1), keepdims=1)
+
+    rows = h
+    if flags.center:
+        h = op.Sub(h, mean(h))
+    rstd = _reciprocal(_root(op.Add(mean(op.Mul(h, h)), _constant(flags.eps, wide)), wide), wide)
     if exact or wide == _F64:
         y = op.Mul(h, rstd)
     else:
-        _check_opset()
         ones = op.ConstantOfShape(op.Shape(h, start=-1), value=ir.tensor([1.0], dtype=wide))
-        y = op23.RMSNormalization(h, ones if gain is None or rounds else gain, epsilon=flags.eps)
+        scale = ones if gain is None or rounds else gain
+        if flags.center:
+            y = op.LayerNormalization(rows, scale, epsilon=flags.eps)[0]
+        else:
+            _check_opset()
+            y = op23.RMSNormalization(h, scale, epsilon=flags.eps)
     y = _rounded_between(exact, y, wide, x.dtype if rounds else None)
     if gain is not None and (rounds or exact or wide == _F64):
         y = op.Mul(y, gain)
+    y = y if bias is None else op.Add(y, _widened(bias, wide))
     return _rounded(exact, y, wide, flags.out_dtype or x.dtype), op.Squeeze(rstd, _integers(-1))
 
 

@@ -34,6 +34,9 @@ HEADS = {"q": Q, "k": K, "q_weight": WEIGHT, "k_weight": BIAS, **TURN}
 
 #: The public functions.
 FUNCTIONS = {
+    "fused_add_layer_norm": ADDED | AFFINE | OUT | RESIDUAL_OUT,
+    "fused_add_layer_norm_": ADDED | AFFINE,
+    "fused_add_layer_norm_quant": ADDED | AFFINE | QUANTIZED | NORMED | RESIDUAL_OUT,
     "fused_add_rms_norm": ADDED | AFFINE | OUT | RESIDUAL_OUT,
     "fused_add_rms_norm_": ADDED | AFFINE,
     "fused_add_rms_norm_quant": ADDED | QUANTIZED | NORMED | RESIDUAL_OUT,
@@ -43,6 +46,9 @@ FUNCTIONS = {
     "gelu_tanh_and_mul": {"gate": X, "up": Z} | OUT,
     "gelu_and_mul": {"gate": X, "up": Z} | OUT,
     "l2_norm": {"x": X} | OUT,
+    "layer_norm": {"x": X, "weight": WEIGHT} | AFFINE | OUT,
+    "layer_norm_": {"x": X, "weight": WEIGHT} | AFFINE,
+    "layer_norm_quant": {"x": X, "weight": WEIGHT} | AFFINE | QUANTIZED | NORMED,
     "qk_norm_rope": HEADS | {"q_out": torch.zeros(4, 2, 6), "k_out": torch.zeros(4, 2, 6)},
     "qk_norm_rope_": HEADS,
     "quantize": {"y": X} | QUANTIZED,
@@ -64,8 +70,10 @@ FUNCTIONS = {
 }
 #: The operands that a function in place writes.
 IN_PLACE = {
+    "fused_add_layer_norm_": ("x", "residual"),
     "fused_add_rms_norm_": ("x", "residual"),
     "gate_": ("y",),
+    "layer_norm_": ("x",),
     "qk_norm_rope_": ("q", "k"),
     "rms_norm_": ("x",),
     "rms_norm_add_": ("residual",),
@@ -83,6 +91,7 @@ HALF, BOTH, ROTATED = {"x": X.to(BF16), "residual": Z, "weight": WEIGHT}, {"gate
 #: Calls with other operands and flags: a function of operands by name, and these. Names say where numbers are rounded.
 MORE = {
     "heads": (fusednorm.rms_norm, {"x": Q, "weight": K[0], "bias": K[1]}),
+    "heads, centered": (fusednorm.layer_norm, {"x": Q, "weight": K[0], "bias": K[1]}),
     "heads and x_scale": (
         partly(fusednorm.fused_add_rms_norm, x_scale=0.3, weight_offset=1.0),
         {"x": Q, "residual": K, "weight": K[0], "bias": BIAS},
@@ -132,9 +141,13 @@ DTYPES = {"out_dtype": F32, "residual_dtype": F32}
 OPERATORS = {
     "fused_add_rms_norm": ADDED | FLAGS | DTYPES,
     "rms_norm": {"x": X, "weight": WEIGHT} | FLAGS | {"out_dtype": F32},
+    "fused_add_layer_norm": ADDED | AFFINE | FLAGS | DTYPES,
+    "layer_norm": {"x": X, "weight": WEIGHT} | AFFINE | FLAGS | {"out_dtype": F32},
+    "fused_add_layer_norm_": ADDED | AFFINE | FLAGS,
+    "layer_norm_": {"x": X, "weight": WEIGHT} | AFFINE | FLAGS,
     "fused_add_rms_norm_": ADDED | FLAGS,
     "rms_norm_": {"x": X, "weight": WEIGHT} | FLAGS,
-    "into": ADDED | OUT | RESIDUAL_OUT | FLAGS,
+    "into": ADDED | OUT | RESIDUAL_OUT | FLAGS | {"center": True} | AFFINE,
     "add": {"x": X, "residual": Z, "dtype": F32},
     "scale": {"x": X, "factor": 2.0},
     "affine": AFFINE_OF_ROWS | {"rounded_to": F32, "out_dtype": F32},
@@ -145,6 +158,8 @@ OPERATORS = {
     "quantize": {"y": X, "quantization": str(VLLM_INT8_STATIC_AZP), "scale": SCALES[0], "zero_point": SCALES[0].int()},
     "backward": FORWARD | {"dy": D, "d_residual_out": Z, "needs": [True, True, True]}
     | {"out_dtype": F32, "residual_out_dtype": F32},
+    "layer_norm_backward": FORWARD | AFFINE | {"dy": D, "d_residual_out": Z, "needs": [True] * 4}
+    | {"out_dtype": F32, "residual_out_dtype": F32},
 }  # fmt: skip
 
 
@@ -153,15 +168,17 @@ def of_role(role, count):
     if role is Role.IDS:
         return torch.arange(4) + count
     rows = (X, Z, D)[count % 3]
-    return {Role.ROWS: rows, Role.WEIGHT: (WEIGHT, BIAS)[count % 2], Role.NUMBERS: rows[:, 0]}[role].clone()
+    of_rows = {Role.ROWS: rows, Role.SAMPLES: rows, Role.WEIGHT: (WEIGHT, BIAS)[count % 2], Role.NUMBERS: rows[:, 0]}
+    return of_rows[role].clone()
 
 
 def right(name, operands, roles, first="x"):
     """Changes of one operand that fit the others: the name, the operand, the kind. The first one decides dtypes."""
     others = [key for key in tensors(operands) if key != first]
     opposed = {roles[key] for key in others}
-    fit = {"wider": True, "a device": not others, "columns": not {Role.ROWS, Role.WEIGHT} & opposed}
-    fit["rows"] = fit["one dimension more"] = opposed <= {Role.WEIGHT}
+    fit = {"wider": True, "a device": not others, "columns": not {Role.ROWS, Role.WEIGHT, Role.SAMPLES} & opposed}
+    fit["rows"] = opposed <= {Role.WEIGHT}
+    fit["one dimension more"] = opposed <= {Role.WEIGHT, Role.SAMPLES}
     heads = {(name, key, "one dimension more") for key in others if roles[key] is Role.WEIGHT}
     return heads | {(name, first, kind) for kind, fits in fit.items() if fits}
 
@@ -229,7 +246,7 @@ def written_by(name):
 
 def have_gradients(operands):
     """The names of those operands that may have a gradient."""
-    others = ("cos", "sin", "scale")
+    others = ("cos", "sin", *["scale"] * ("quantization" in operands))
     given = without_outputs(operands)
     return [key for key in tensors(given) if given[key].is_floating_point() and key not in others]
 

@@ -137,7 +137,7 @@ class Call:
 
     def tensor(self, name, absent):
         random, rows = self.random, (*self.shape[:-1], self.heads, self.shape[-1])
-        if name == "scale":
+        if name == "scale" and self.roles.get(name) is not Role.SAMPLES:
             return self.operand((1,), torch.float32, absent=0.7)
         if name == "zero_point":
             return None if random.random() < 0.8 else torch.ones(1, dtype=torch.int32)

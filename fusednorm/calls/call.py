@@ -40,6 +40,8 @@ class Flags(NamedTuple):
     #: The dtypes of new outputs; None: those of x and of the residual.
     out_dtype: torch.dtype | None = None
     residual_dtype: torch.dtype | None = None
+    #: Whether the mean is subtracted first: a LayerNorm. The functions say that, not their arguments.
+    center: bool = False
 
 
 class FirstNorm(NamedTuple):
@@ -78,7 +80,7 @@ class Step(NamedTuple):
 
 
 class RMSNorm(NamedTuple):
-    """``rms_norm``, with a residual ``fused_add_rms_norm``, and with a norm of x before the addition.
+    """``rms_norm`` or ``layer_norm``, with a residual after an addition, and with a norm of x before the addition.
 
     It has everything that decides the backend of a call, and never the number of rows: a row's bits do not depend on
     it. A dtype is None where the operand is absent.
@@ -100,13 +102,16 @@ class RMSNorm(NamedTuple):
     around: AroundNorm | None = None
     #: None if the call is a norm alone.
     step: Step | None = None
+    #: Whether the mean is subtracted first; never with a norm before the addition.
+    center: bool = False
 
     @property
     def name(self) -> str:
         """The name of the public function."""
         if self.first is not None:
             return "rms_norm_add" if self.out is None else "rms_norm_add_rms_norm"
-        return "rms_norm" if self.residual is None else "fused_add_rms_norm"
+        kind = "layer_norm" if self.center else "rms_norm"
+        return kind if self.residual is None else f"fused_add_{kind}"
 
     @property
     def accumulator(self) -> torch.dtype:
@@ -121,6 +126,7 @@ class RMSNorm(NamedTuple):
             "norm_before_add": self.first is not None,
             "affine": self.around is not None and (self.around.bias is not None or self.around.of_heads),
             "x_scale": self.around is not None and self.around.scaled,
+            "center": self.center,
             "round_scale": self.step is not None
             and self.step.quantization is not None
             and self.step.quantization.round_scale is not None,
@@ -189,6 +195,7 @@ def operation_of(
         None if residual is None else flags.residual_dtype or residual.dtype,
         first,
         around,
+        center=flags.center,
     )
 
 
@@ -215,7 +222,8 @@ class Forward(NamedTuple):
     out: Tensor | None
     #: [..., N], receives the sum, rounded to its dtype; None without a residual. It may be x or the residual itself.
     residual_out: Tensor | None
-    #: [...] of the accumulator type, contiguous, receives ``1 / sqrt(mean(h^2) + eps)``; or None.
+    #: [...] of the accumulator type, contiguous, receives ``1 / sqrt(mean(h^2) + eps)``, of h less its mean where the
+    #: operation centers; or None.
     rstd: Tensor | None
     operation: Operation
     rows: int

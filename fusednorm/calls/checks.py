@@ -245,6 +245,20 @@ def check_affine(
             check_memory(name, operand)
 
 
+def check_samples(name: str, operand: Tensor, x: Tensor, x_name: str, *, in_memory: bool) -> None:
+    """That it is [..., N] as x, or lacks dimensions before the last one; and that there is memory, if there must be."""
+    _check_floats(name, operand, x, x_name)
+    kept = operand.dim() - 1
+    if not 0 <= kept < x.dim() or operand.shape != (*x.shape[:kept], x.shape[-1]):
+        samples = f", or {[x.shape[0], x.shape[-1]]} for all rows of a sample" if x.dim() > 2 else ""
+        raise ValueError(
+            f"{name} must have the shape of {x_name} {list(x.shape)}{samples}, got {list(operand.shape)}; pass a row "
+            "for each row or for each sample"
+        )
+    if in_memory:
+        check_memory(name, operand)
+
+
 def check_one_row(name: str, weight: Tensor | None) -> None:
     """That a weight has no rows of its own for heads, for the port of a library that would read the first one alone."""
     if getattr(weight, "ndim", 1) > 1:

@@ -24,6 +24,7 @@ from fusednorm.calls.checks import (
     check_flag,
     check_memory,
     check_operands,
+    check_samples,
     number,
     refuse_type,
 )
@@ -36,6 +37,9 @@ class Role(Enum):
     ROWS = "rows"
     #: [N], or [H, N] for rows of [..., H, N]: the same for all rows. Its gradient is a sum over rows.
     WEIGHT = "weight"
+    #: [..., N], or without dimensions before the last one: the same for all rows of a sample. Its gradient is then a
+    #: sum over the rows of each.
+    SAMPLES = "samples"
     #: [...]: a number for each row.
     NUMBERS = "numbers"
     #: [...], int32 or int64: for each row the place of one of its elements. It has no gradient.
@@ -192,10 +196,15 @@ class Declaration:
         return next(wide, rows[-1]) if self.any_decides else rows[0]
 
     def joined_of(self, operands: Sequence[Any]) -> int:
-        """Dimensions that stay on one rank for these operands, or their specs: heads too, where each has a weight."""
+        """Dimensions that stay on one rank for these operands, or their specs: also heads, where each has a weight.
+
+        And all rows of a sample.
+        """
         places = enumerate(self.operands)
         weights = [operands[place] for place, operand in places if operand.role is Role.WEIGHT]
-        return max(self.joined, 2 * any(w is not None and w.ndim == 2 for w in weights))
+        of_samples = [t for t, operand in zip(operands, self.operands, strict=True) if operand.role is Role.SAMPLES]
+        samples: list[int] = [operands[0].ndim + 1 - t.ndim for t in of_samples if t is not None]
+        return max(self.joined, 2 * any(w is not None and w.ndim == 2 for w in weights), *samples)
 
     def shape(self, role: Role, rows: Tensor) -> torch.Size:
         """The shape of what has this role, beside the first operand; of a weight that of one for all rows."""
@@ -260,6 +269,8 @@ def check_role(name: str, role: Role, tensor: Tensor, rows: Any, rows_name: str,
         check_operands(rows, tensor, None, None, None, in_memory=in_memory, x_name=rows_name, residual_name=name)
     elif role is Role.WEIGHT:
         check_affine(rows, tensor, None, in_memory=in_memory, x_name=rows_name, weight_name=name)
+    elif role is Role.SAMPLES:
+        check_samples(name, tensor, rows, rows_name, in_memory=in_memory)
     elif role is not Role.TABLE:
         check_dense(name, tensor, f"{name}.to_dense() makes one")
         check_device(name, tensor, rows, rows_name)

@@ -141,7 +141,7 @@ _CONSTANTS: dict[str, Any] = {
     "alpha": 1.0,
     "up_offset": 0.0,
     "clamp": "before",
-} | dict.fromkeys(("round_norm", "normalises", "norm", "interleaved", "round_products", "round_steps"), False)
+} | dict.fromkeys(("round_norm", "center", "normalises", "norm", "interleaved", "round_products", "round_steps"), False)
 
 
 #: Of public functions, by name: an operator of the same name, but without outputs, has the same.
@@ -184,6 +184,8 @@ class Entry(NamedTuple):
         if not OPEN:
             return otherwise or _nothing
         names, taken = self.names.split(), _fast_path.kinds[self.kind].split()
+        if not self.constants.keys() <= {*taken}:
+            return otherwise or _nothing
         places = {name: place for place, name in enumerate(taken)}  # a later one of the same name is meant
         constants = {**_CONSTANTS, **self.constants}
         found = _fast_path.entry(

@@ -106,6 +106,9 @@ def bytes_of(tensors):
 NAMES = {
     "rms_norm": (("x", "weight", "bias"), ("out",)),
     "fused_add_rms_norm": (("x", "residual", "weight", "bias"), ("out", "residual_out")),
+    "layer_norm": (("x", "weight", "bias"), ("out",)),
+    "fused_add_layer_norm": (("x", "residual", "weight", "bias"), ("out", "residual_out")),
+    "modulate": (("y", "scale", "shift"), ("out",)),
     "rms_norm_add": (("x", "residual", "weight"), ("residual_out",)),
     "rms_norm_add_rms_norm": (("x", "residual", "weight", "next_weight"), ("out", "residual_out")),
     "qk_norm_rope": (("q", "k", "q_weight", "k_weight", "cos", "sin"), ("q_out", "k_out")),

@@ -219,6 +219,16 @@ def _composition_cases():
     ):
         yield "fused_add_rms_norm", case, weight_heads, bias_heads, {"round_sum": case.round_sum, "x_scale": x_scale}
         yield "rms_norm", replace(case, residual=None), weight_heads, bias_heads, {}
+    for case, weight_heads, bias_heads in (
+        (Case(4, 33).of(BF16), 0, 0),
+        (Case(4, 33, BF16, F32, F16, round_norm=True, data="large"), 2, 0),
+        (Case(4, 130).of(F16, weight_offset=1.0, data="ties"), 2, 2),
+        (Case(4, 1030).of(F32, round_sum=False), 0, 2),
+        (Case(4, 70, F64, F16, None), 0, 0),
+        (Case(4, 64, data="nan row").of(BF16), 2, 2),
+    ):
+        yield "fused_add_layer_norm", case, weight_heads, bias_heads, {"round_sum": case.round_sum}
+        yield "layer_norm", replace(case, residual=None), weight_heads, bias_heads, {}
 
 
 def vectors_of_compositions():
@@ -240,6 +250,24 @@ def vectors_of_compositions():
         flags = {name: value for name, value in flags.items() if name in known}
         yield _vector({"function": function, "flags": flags}, tensors)
     yield from _vectors_of_rotations()
+    yield from _vectors_of_modulations()
+
+
+def _vectors_of_modulations():
+    """Three rows of two samples, which scale and shift have a row for, or for each row."""
+    for case, of_samples, round_steps in (
+        (Case(6, 33).of(BF16), (True, True), False),
+        (Case(6, 40, BF16, F32, F32), (True, False), True),
+        (Case(6, 20).of(F16), (False, True), True),
+        (Case(6, 5, F64, F16, F32), (True, True), False),
+    ):
+        y, scale, _ = operands(case)
+        _, shift, _ = operands(replace(case, seed=4))
+        d_out = operands(replace(case, seed=1))[0]
+        rows = [t.view(2, 3, -1) for t in (y, scale, shift, d_out)]
+        given = [t[:, 0] if alike else t for t, alike in zip(rows[1:3], of_samples, strict=True)]
+        tensors = {"y": rows[0], "scale": given[0], "shift": given[1], "d_out": rows[3]}
+        yield _vector({"function": "modulate", "flags": {"round_steps": round_steps}}, tensors)
 
 
 def _vectors_of_rotations():

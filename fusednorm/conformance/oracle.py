@@ -83,10 +83,11 @@ def forward(
     residual_out_dtype=None,
     bias=None,
     rounded_to=None,
+    center=False,
 ):
     """Returns y, residual_out (None without a residual), both as float64 arrays, and rstd and h in the accumulator.
 
-    ``rounded_to``: the dtype to which ``round_norm`` rounds, where that is not x's.
+    ``rounded_to``: the dtype to which ``round_norm`` rounds, where that is not x's. ``center``: h is less its mean.
     """
     acc = accumulator(x)
     h, total = to_numpy(x).astype(acc), None
@@ -95,6 +96,8 @@ def forward(
         total = round_to(h, residual_out_dtype or residual.dtype)
         if round_sum:
             h = total.astype(acc)
+    if center:
+        h = h - (treesum(h) / acc(h.shape[-1]))[..., None]
     mean = treesum(h * h) / acc(h.shape[-1])
     rstd = acc(1) / np.sqrt(mean + acc(eps))
     y = h * rstd[..., None]
@@ -128,6 +131,7 @@ def fused_add_rms_norm(
     round_norm=False,
     out_dtype=None,
     residual_dtype=None,
+    center=False,
 ):
     """Outputs and gradients of the public function, as float64 arrays, as of those below.
 
@@ -137,9 +141,10 @@ def fused_add_rms_norm(
     acc = accumulator(x)
     scaled = _rounded(to_numpy(x).astype(acc) * acc(x_scale), x.dtype) if x_scale != 1 else x
     flags = (eps, weight_offset, round_sum, round_norm, out_dtype, residual_dtype)
-    y, total, rstd, h = forward(scaled, residual, weight, *flags, bias=bias)
+    y, total, rstd, h = forward(scaled, residual, weight, *flags, bias=bias, center=center)
     d_total, added = (None, None) if residual is None else (incoming[1], residual.dtype)
-    dx, dresidual, dweight = backward(incoming[0], d_total, h, rstd, weight, weight_offset, x.dtype, added)
+    dtypes = (x.dtype, added)
+    dx, dresidual, dweight = backward(incoming[0], d_total, h, rstd, weight, weight_offset, *dtypes, center)
     if x_scale != 1:
         dx = round_to(dx.astype(acc) * acc(x_scale), x.dtype)
     dbias = None if bias is None else sum_over_rows(to_numpy(incoming[0]).astype(acc), bias)
@@ -150,6 +155,36 @@ def rms_norm(leaves, incoming, eps=1e-6, **flags):
     x, weight, bias = leaves
     y, _, dx, _, dweight, dbias = fused_add_rms_norm((x, None, weight, bias), incoming, eps, **flags)
     return y, dx, dweight, dbias
+
+
+def fused_add_layer_norm(leaves, incoming, eps=1e-5, **flags):
+    return fused_add_rms_norm(leaves, incoming, eps, center=True, **flags)
+
+
+def layer_norm(leaves, incoming, eps=1e-5, **flags):
+    return rms_norm(leaves, incoming, eps, center=True, **flags)
+
+
+@np.errstate(all="ignore")
+def modulate(leaves, incoming, round_steps=False, out_dtype=None):
+    y, scale, shift = leaves
+    acc = accumulator(y)
+
+    def step(values):
+        return round_to(values, y.dtype).astype(acc) if round_steps else values
+
+    def beside(operand):
+        rows = to_numpy(operand).astype(acc)
+        return rows if operand.dim() == y.dim() else np.broadcast_to(rows[:, None], y.shape)
+
+    def summed(shares, operand):
+        if operand.dim() < y.dim():
+            shares = np.stack([rowsum(of_sample) for of_sample in shares])
+        return round_to(shares, operand.dtype)
+
+    rows, gain, d = to_numpy(y).astype(acc), step(beside(scale) + acc(1)), to_numpy(incoming[0]).astype(acc)
+    found = round_to(step(rows * gain) + beside(shift), out_dtype or y.dtype)
+    return found, round_to(d * gain, y.dtype), summed(d * rows, scale), summed(d, shift)
 
 
 def _first_norm(x, weight, eps, between, weight_offset, round_norm):
@@ -252,13 +287,15 @@ def qk_norm_rope(
 
 
 @np.errstate(all="ignore")
-def backward(dy, d_total, h, rstd, weight, weight_offset, x_dtype, residual_dtype):
+def backward(dy, d_total, h, rstd, weight, weight_offset, x_dtype, residual_dtype, center=False):
     """Returns dx, dresidual, dweight as float64 arrays (None where there is no such operand)."""
     acc = h.dtype.type
     dy, r = to_numpy(dy).astype(acc), rstd[..., None]
     xhat = h * r
     wdy = dy if weight is None else dy * gain(weight, weight_offset, acc)
     c = treesum(wdy * xhat) / acc(h.shape[-1])
+    if center:
+        wdy = wdy - (treesum(wdy) / acc(h.shape[-1]))[..., None]
     d = (wdy - xhat * c[..., None]) * r
     if d_total is not None:
         d = d + to_numpy(d_total).astype(acc)

@@ -45,6 +45,8 @@ SIZES = {"hidden": (33, 128, 1029)}
 AXES = {
     "rms_norm": NORM | HEADS,
     "fused_add_rms_norm": NORM | SUM | HEADS | {"x_scale": (1.0, 0.22)},
+    "layer_norm": NORM | HEADS,
+    "fused_add_layer_norm": NORM | SUM | HEADS,
     "rms_norm_add": NORM | BETWEEN | SIZES,
     "rms_norm_add_rms_norm": NORM | SUM | BETWEEN | SIZES | {"next_eps": (None, 1e-3)},
     "rms_norm_gated": NORM
@@ -66,6 +68,7 @@ WEIGHTS = {"weight": (None, F16, F32)}
 OUT = {"out_dtype": (None, F32)}
 MIXED = {
     "fused_add_rms_norm": SUMS | WEIGHTS | OUT | {"weight_heads": (0, 3), "bias_heads": (0, 3), "x_scale": (0.5,)},
+    "fused_add_layer_norm": SUMS | WEIGHTS | OUT | {"weight_heads": (0, 3), "bias_heads": (0, 3)},
     "rms_norm_add": SUMS | WEIGHTS,
     "rms_norm_add_rms_norm": SUMS | WEIGHTS | OUT,
     "rms_norm_gated": {"residual": (BF16, F32), "norm_before_gate": (True, False), "group_size": (None, 15)}
@@ -153,7 +156,9 @@ def test_mixed_dtypes(mode, agree, function, x):
 
 
 @pytest.mark.parametrize("data", ["nan row", "inf row", "zeros", "subnormal", "overflowing", "ties"])
-@pytest.mark.parametrize("function", ["rms_norm_add", "rms_norm_add_rms_norm", "rms_norm_gated", "qk_norm_rope"])
+@pytest.mark.parametrize(
+    "function", ["rms_norm_add", "rms_norm_add_rms_norm", "rms_norm_gated", "qk_norm_rope", "fused_add_layer_norm"]
+)
 @pytest.mark.left_out("triton_cpu")
 @pytest.mark.left_out("cuda", but=["rms_norm_gated-*"])
 @pytest.mark.left_out("triton", "triton_ptx", but=["rms_norm_gated-*", "qk_norm_rope-*"])

@@ -54,7 +54,8 @@ from fusednorm.reference import activations, quantizer
 
 _on_fast_path = path.Entry(
     "norm",
-    "x residual weight out residual_out eps weight_offset round_sum round_norm out_dtype residual_dtype rstd bias",
+    "x residual weight out residual_out eps weight_offset round_sum round_norm out_dtype residual_dtype center rstd "
+    "bias",
     constants={"ask": False},
 ).open()
 
@@ -119,7 +120,7 @@ def norm(
 ) -> tuple[Any, Any]:
     """Both outputs (the first None if no norm follows the addition, the second None without a residual).
 
-    ``rstd`` ([...] of the accumulator type) receives 1 / sqrt(mean of squares + eps). ``before``: a norm of x before
+    ``rstd`` ([...] of the accumulator type) receives that of the rows. ``before``: a norm of x before
     the addition; the weight and eps are then of the norm after it. ``of_heads``: whether the weight may have a row for
     each head, as a bias may.
     """
@@ -274,7 +275,9 @@ def backward(
     gradients = (dx if need_x else None, of_residual, dweight, dbias)
     if _are_of_no_rows(h, dweight, dbias) or (dx is None and dweight is None and dbias is None):
         return gradients
-    if fast_path.backward(backend, dy, d_residual_out, h, rstd, weight, dx, dresidual, dweight, dbias, weight_offset):
+    if not operation.center and fast_path.backward(
+        backend, dy, d_residual_out, h, rstd, weight, dx, dresidual, dweight, dbias, weight_offset
+    ):
         return gradients
     inner, strides, (dy_rows, total_rows, h_rows) = kept_in_levels((dy, d_residual_out), (h,), (rstd, weight, bias))
     weight, of_weight, of_bias = of_all_heads(weight), of_all_heads(dweight), of_all_heads(dbias)
@@ -547,6 +550,7 @@ class Norm(NamedTuple):
     residual: Tensor | None
     weight: Tensor | None
     flags: Flags
+    bias: Tensor | None = None
 
 
 _NO_NORM = Norm(None, None, Flags())
@@ -561,12 +565,12 @@ def quantize(x: Tensor, quantizing: Quantizing, norm: Norm | None = None) -> tup
     if quantization.scale_dtype is not None:
         found = quantize(x, quantizing._replace(quantization=quantization.in_float32, scale_out=None), norm)
         return found and _with_scales(found, quantizing)
-    residual, weight, flags = norm or _NO_NORM
+    residual, weight, flags, bias = norm or _NO_NORM
     if norm is None:
         normed_out = residual_out = None
     else:
         flags = check_flags(flags, x, residual, None, residual_out)
-    operation = operation_of(x, residual, weight, flags)
+    operation = operation_of(x, residual, weight, flags, bias=bias)
     backend = whole_of(operation, Step("quantize", quantization))
     if backend is None or (is_given(quantization) and cast(Tensor, scale).numel() != 1):  # kernels take one scale
         return None
@@ -596,9 +600,10 @@ def quantize(x: Tensor, quantizing: Quantizing, norm: Norm | None = None) -> tup
         results.append(residual_out)
     before = None
     if norm is not None:
-        weight = None if weight is None else packed(weight)
         numbers = (rows, inner, (of_x, of_residual, of_normed, of_total), flags.eps, flags.weight_offset)
-        before = Forward(x, residual, weight, normed_out, residual_out, None, operation, *numbers)
+        before = Forward(x, residual, of_all_heads(weight), normed_out, residual_out, None, operation, *numbers)
+        if bias is not None:
+            before = before._replace(bias=of_all_heads(bias))
     if is_given(quantization):
         scale, zero_point = packed(cast(Tensor, scale)), None if zero_point is None else packed(zero_point)
     call = Quantize(

@@ -28,8 +28,9 @@ def composed(heads: Sequence[Head], tables: Tables, how: Rotation) -> Sequence[T
     for x, weight, *_ in heads:
         y = x
         if how.norm is not None:
-            eps, weight_offset, _, round_norm, between, _ = how.norm
-            y = rms_norm(x, weight, eps, weight_offset=weight_offset, round_norm=round_norm, out_dtype=between)
+            norm = how.norm
+            flags = {"weight_offset": norm.weight_offset, "round_norm": norm.round_norm, "out_dtype": norm.out_dtype}
+            y = rms_norm(x, weight, norm.eps, **cast(Any, flags))
         if rows is not None:
             products = None if how.products is None else y.dtype
             y = steps.ROTATE.with_gradients(y, *rows, how.interleaved, products, x.dtype)

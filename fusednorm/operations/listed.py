@@ -18,10 +18,13 @@ from fusednorm.calls.declared import Result, Role
 from fusednorm.operations.declared import PUBLIC, Operation
 from fusednorm.operations.gate import gate, gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from fusednorm.operations.l2 import l2_norm
+from fusednorm.operations.layer_norm import fused_add_layer_norm, layer_norm
 from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
 from fusednorm.operations.norm_gated import rms_norm_gated
 from fusednorm.operations.quantize import (
+    fused_add_layer_norm_quant,
     fused_add_rms_norm_quant,
+    layer_norm_quant,
     quantize,
     relu2_quant,
     rms_norm_quant,
@@ -95,7 +98,7 @@ def _tensors(role: Role, heads: bool, x: Tensor, other: Tensor, weight: Tensor |
     """The first operand with this role, and each later one; ``heads``: where rows are heads."""
     size = head_size(x.shape[-1])
     match role:
-        case Role.ROWS:
+        case Role.ROWS | Role.SAMPLES:
             return [t.view(len(x), -1, size) for t in (x, x.flip(0))] if heads else (x, other)
         case Role.WEIGHT:
             return (weight[:size], weight[-size:]) if heads and weight is not None else (weight, weight)
@@ -133,6 +136,8 @@ ENTRIES = (
     _entry(rms_norm_add, "norm, add", (_SUM,)),
     _entry(rms_norm_add_rms_norm, "norm, add, norm", (_Y, _SUM)),
     _entry(l2_norm, "norm"),
+    _entry(layer_norm, "norm", (_Y,), **_BIAS),
+    _entry(fused_add_layer_norm, "add, norm", (_Y, _SUM), **_BIAS),
     _entry(gate, "gate", (Result(overwrites="y"),), activation="sigmoid"),
     _entry(silu_and_mul, "gate"),
     _entry(gelu_tanh_and_mul, "gate"),
@@ -147,6 +152,14 @@ ENTRIES = (
         "add, norm, quantize",
         (*_NUMBERS, _SUM),
         quantization=presets.VLLM_INT8_TOKEN_CPU,
+    ),
+    _entry(layer_norm_quant, "norm, quantize", _NUMBERS, quantization=presets.VLLM_FP8_BLOCK_FUSED, **_BIAS),
+    _entry(
+        fused_add_layer_norm_quant,
+        "add, norm, quantize",
+        (*_NUMBERS, _SUM),
+        quantization=presets.VLLM_INT8_TOKEN_CPU,
+        **_BIAS,
     ),
     _entry(silu_and_mul_quant, "gate, quantize", _NUMBERS, quantization=presets.VLLM_FP8_TOKEN),
     _entry(relu2_quant, "gate, quantize", _NUMBERS, quantization=presets.VLLM_FP8_TOKEN),

@@ -14,6 +14,7 @@ from torch import Size, Tensor
 from torch.utils.hooks import RemovableHandle
 
 from fusednorm.calls.checks import check_activation, refuse_type
+from fusednorm.operations.layer_norm import fused_add_layer_norm, layer_norm
 from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
 from fusednorm.operations.norm_gated import check_group_size, rms_norm_gated
 
@@ -59,8 +60,8 @@ def _one_node(module: torch.nn.Module, *inputs: object) -> Any:
     return None
 
 
-def as_row(weight: Tensor | None, normalized_shape: tuple[int, ...]) -> Tensor | None:
-    """Returns the weight, of ``normalized_shape``, as [N].
+def as_row(weight: Tensor | None, normalized_shape: tuple[int, ...], name: str = "weight") -> Tensor | None:
+    """Returns the weight, of ``normalized_shape``, as [N]; messages call it ``name``.
 
     Raises:
         ValueError: it has another shape.
@@ -68,15 +69,53 @@ def as_row(weight: Tensor | None, normalized_shape: tuple[int, ...]) -> Tensor |
     if weight is None or (len(normalized_shape) == 1 and not (isinstance(weight, Tensor) and weight.dim() != 1)):
         return weight
     if not isinstance(weight, Tensor):
-        refuse_type("weight", weight, "torch.as_tensor makes one")
+        refuse_type(name, weight, "torch.as_tensor makes one")
     if weight.shape != normalized_shape:
         raise ValueError(
-            f"weight must have the normalized_shape {list(normalized_shape)}, got shape {list(weight.shape)}"
+            f"{name} must have the normalized_shape {list(normalized_shape)}, got shape {list(weight.shape)}"
         )
     return weight.reshape(-1)
 
 
-class RMSNorm(torch.nn.RMSNorm):
+class _Norm(torch.nn.Module):
+    """The part of modules of norms that knows flags and shapes."""
+
+    #: The function that computes the rows, and its flags, with the values that need not be shown.
+    _function: ClassVar[str]
+    _flags: ClassVar[dict[str, Any]] = {"weight_offset": 0.0, "round_norm": False}
+    normalized_shape: tuple[int, ...]
+
+    def extra_repr(self) -> str:
+        """The arguments as torch's module shows them, and fusednorm's own where they are not the default."""
+        given = {name: getattr(self, name) for name in self._flags}
+        added = [f"{name}={value!r}" for name, value in given.items() if value != self._flags[name]]
+        return ", ".join([super().extra_repr(), *added])
+
+    def _of_shape(self, rows: Tensor) -> Tensor:
+        """Splits rows into the normalised dimensions again."""
+        return rows if len(self.normalized_shape) == 1 else torch.unflatten(rows, -1, self.normalized_shape)
+
+    def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
+        """For :func:`fusednorm.contract`: the functions that rows of this dtype are passed to, and their arguments."""
+        return [(self._function, {name: getattr(self, name) for name in ("eps", *self._flags)})]
+
+
+class _AddNorm(_Norm):
+    """The part of modules that take a residual."""
+
+    _flags: ClassVar[dict[str, Any]] = {**_Norm._flags, "round_sum": True}
+
+    def register_forward_pre_hook(self, hook: Callable[..., Any], **options: bool) -> RemovableHandle:
+        """As torch's. A hook that returns fewer inputs than it was given raises, because it would drop the residual.
+
+        ``torch.distributed.tensor.parallel.SequenceParallel`` registers such a hook.
+        """
+        if not options.get("with_kwargs"):
+            hook = partial(_with_every_input, hook)
+        return super().register_forward_pre_hook(hook, **options)
+
+
+class RMSNorm(_Norm, torch.nn.RMSNorm):
     """``torch.nn.RMSNorm`` with fusednorm's bits: same arguments, same state_dict.
 
     Args:
@@ -91,9 +130,7 @@ class RMSNorm(torch.nn.RMSNorm):
             Face's Llama.
     """
 
-    #: The function that computes the rows, and its flags, with the values that need not be shown.
     _function = "rms_norm"
-    _flags: ClassVar[dict[str, Any]] = {"weight_offset": 0.0, "round_norm": False}
 
     def __init__(
         self,
@@ -128,12 +165,6 @@ class RMSNorm(torch.nn.RMSNorm):
         )
         return self._of_shape(y)
 
-    def extra_repr(self) -> str:
-        """The arguments as torch.nn.RMSNorm shows them, and fusednorm's own where they are not the default."""
-        given = {name: getattr(self, name) for name in self._flags}
-        added = [f"{name}={value!r}" for name, value in given.items() if value != self._flags[name]]
-        return ", ".join([super().extra_repr(), *added])
-
     def _eps(self, x: Tensor) -> float:
         if self.eps is not None:
             return self.eps
@@ -141,16 +172,8 @@ class RMSNorm(torch.nn.RMSNorm):
             return cast(float, x.tracer.create_proxy("call_function", machine_epsilon, (x,), {}))
         return machine_epsilon(x)
 
-    def _of_shape(self, rows: Tensor) -> Tensor:
-        """Splits rows into the normalised dimensions again."""
-        return rows if len(self.normalized_shape) == 1 else torch.unflatten(rows, -1, self.normalized_shape)
 
-    def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
-        """For :func:`fusednorm.contract`: the functions that rows of this dtype are passed to, and their arguments."""
-        return [(self._function, {name: getattr(self, name) for name in ("eps", *self._flags)})]
-
-
-class AddRMSNorm(RMSNorm):
+class AddRMSNorm(_AddNorm, RMSNorm):
     """Adds the residual, then normalises: ``y, residual = norm(x, residual)``.
 
     The residual stream keeps its dtype. The arguments are those of :class:`RMSNorm`, and:
@@ -160,7 +183,6 @@ class AddRMSNorm(RMSNorm):
     """
 
     _function = "fused_add_rms_norm"
-    _flags: ClassVar[dict[str, Any]] = {**RMSNorm._flags, "round_sum": True}
 
     def __init__(
         self,
@@ -201,14 +223,96 @@ class AddRMSNorm(RMSNorm):
         )
         return self._of_shape(y), self._of_shape(total)
 
-    def register_forward_pre_hook(self, hook: Callable[..., Any], **options: bool) -> RemovableHandle:
-        """As torch's. A hook that returns fewer inputs than it was given raises, because it would drop the residual.
 
-        ``torch.distributed.tensor.parallel.SequenceParallel`` registers such a hook.
-        """
-        if not options.get("with_kwargs"):
-            hook = partial(_with_every_input, hook)
-        return super().register_forward_pre_hook(hook, **options)
+class LayerNorm(_Norm, torch.nn.LayerNorm):
+    """``torch.nn.LayerNorm`` with fusednorm's bits: same arguments, same state_dict.
+
+    Args:
+        normalized_shape: N, or the last dimensions of the input, which are normalised together.
+        eps: added to the variance.
+        elementwise_affine: whether there is a weight, initially of ones.
+        bias: whether there is a bias beside the weight, initially of zeros.
+        device: of both.
+        dtype: of both.
+        weight_offset: added to the weight, which is then initially ``1 - weight_offset``.
+        round_norm: round the normalised row to the input's dtype before it is multiplied by the weight.
+    """
+
+    _function = "layer_norm"
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int] | Size,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        weight_offset: float = 0.0,
+        round_norm: bool = False,
+    ) -> None:
+        self.weight_offset, self.round_norm = float(weight_offset), round_norm
+        shape = int(normalized_shape) if isinstance(normalized_shape, int | Integral) else list(normalized_shape)
+        super().__init__(shape, eps, elementwise_affine, bias, device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        """Sets the weight to 1 - weight_offset, which multiplies by one, and the bias to 0."""
+        super().reset_parameters()
+        if self.elementwise_affine:
+            torch.nn.init.constant_(self.weight, 1.0 - self.weight_offset)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalises x, ``[..., *normalized_shape]``; the result has x's dtype."""
+        if not isinstance(x, Tensor) and (node := _one_node(self, x)) is not None:
+            return cast(Tensor, node)
+        rows, weight, bias = as_rows(x, self.normalized_shape), *self._affine()
+        flags = {"weight_offset": self.weight_offset, "round_norm": self.round_norm}
+        return self._of_shape(layer_norm(rows, weight, bias, self.eps, **cast(Any, flags)))
+
+    def _affine(self) -> tuple[Tensor | None, Tensor | None]:
+        """The weight and the bias, [N]."""
+        return as_row(self.weight, self.normalized_shape), as_row(self.bias, self.normalized_shape, "bias")
+
+
+class AddLayerNorm(_AddNorm, LayerNorm):
+    """Adds the residual, then layer-normalises: ``y, residual = norm(x, residual)``.
+
+    The residual stream keeps its dtype. The arguments are those of :class:`LayerNorm`, and:
+
+    Args:
+        round_sum: normalise the sum after it is rounded to the residual's dtype (True), or before (False).
+    """
+
+    _function = "fused_add_layer_norm"
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int] | Size,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        weight_offset: float = 0.0,
+        round_sum: bool = True,
+        round_norm: bool = False,
+    ) -> None:
+        self.round_sum = round_sum
+        flags = {"weight_offset": weight_offset, "round_norm": round_norm}
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype, **cast(Any, flags))
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Returns the normalised sum, and the sum; see :meth:`AddRMSNorm.forward`."""
+        if not isinstance(x, Tensor) and (node := _one_node(self, x, residual)) is not None:
+            return cast(tuple[Tensor, Tensor], node)
+        if residual is None:
+            return super().forward(x), x
+        rows = as_rows(x, self.normalized_shape), as_rows(residual, self.normalized_shape, "residual")
+        flags = {name: getattr(self, name) for name in self._flags}
+        y, total = fused_add_layer_norm(*rows, *self._affine(), self.eps, **flags)
+        return self._of_shape(y), self._of_shape(total)
 
 
 class RMSNormGated(RMSNorm):
@@ -284,16 +388,17 @@ class RMSNormGated(RMSNorm):
         return self._of_shape(y)
 
 
-def _with_every_input(hook: Callable[..., Any], module: AddRMSNorm, inputs: tuple[Any, ...]) -> Any:
+def _with_every_input(hook: Callable[..., Any], module: _AddNorm, inputs: tuple[Any, ...]) -> Any:
     result = hook(module, inputs)
     kept = len(inputs) if result is None else len(result) if isinstance(result, tuple) else 1
     if kept < len(inputs):
         raise RuntimeError(
-            f"a forward pre-hook of AddRMSNorm was given {len(inputs)} inputs and returned {kept}, so the residual is "
-            "lost; torch's SequenceParallel is such a hook: use fusednorm.distributed.SequenceParallel instead"
+            f"a forward pre-hook of {type(module).__name__} was given {len(inputs)} inputs and returned {kept}, so the "
+            "residual is lost; torch's SequenceParallel is such a hook: use fusednorm.distributed.SequenceParallel "
+            "instead"
         )
     return result
 
 
-for _class in (RMSNorm, AddRMSNorm, RMSNormGated):
+for _class in (RMSNorm, AddRMSNorm, RMSNormGated, LayerNorm, AddLayerNorm):
     _class.__module__ = "fusednorm"  # where users find it, whatever file it lies in: saved models have this name

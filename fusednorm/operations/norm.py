@@ -30,7 +30,7 @@ from fusednorm.engine import execute
 from fusednorm.torch_ops import dtensor_bridge, steps
 from fusednorm.torch_ops.declared import Operator
 from fusednorm.torch_ops.gradients import Normalise
-from fusednorm.torch_ops.operators import FUSED_ADD_RMS_NORM, RMS_NORM
+from fusednorm.torch_ops.operators import FUSED_ADD_LAYER_NORM, FUSED_ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 
 
 def _record_sum(
@@ -291,7 +291,8 @@ def beyond_fast_path(call: NormCall) -> Any:
     if not (inner or compiling or direct) and must_be_seen.override(*operands):
         return must_be_seen.handed_over(function, operands, call.arguments())
     new = out is None and residual_out is None
-    alone = before is None and bias is None and x_scale == 1.0 and getattr(weight, "ndim", 1) != 2
+    alone = before is None and x_scale == 1.0
+    alone = alone and (flags.center or (bias is None and getattr(weight, "ndim", 1) != 2))
     if before is not None and flags.eps is not before.eps:
         number("next_eps", flags.eps)  # its name here; it is converted with the other flags
     records = not direct and is_grad_enabled() and requires_grad(*operands)
@@ -352,7 +353,7 @@ def _in_one_operator(call: NormCall) -> tuple[Any, Any]:
 def _composed(call: NormCall) -> tuple[Any, Any]:
     """Both outputs by plain operations, one after the other; those that are given take a copy at the end."""
     _, x, residual, weight, flags, out, residual_out, bias, x_scale, before, _ = call
-    eps, weight_offset, round_sum, round_norm, out_dtype, residual_dtype = flags
+    eps, weight_offset, round_sum, round_norm, out_dtype, residual_dtype, _ = flags
     function, wide = rms_norm if residual is None else fused_add_rms_norm, accumulator(x.dtype)
     out_dtype = out_dtype or (x.dtype if out is None else out.dtype)
     y: Any = None
@@ -366,7 +367,7 @@ def _composed(call: NormCall) -> tuple[Any, Any]:
             assert residual is not None
             total = steps.add(rows, residual, residual_dtype or residual.dtype)
     elif x_scale != 1.0:
-        scaled = call._replace(function=function, x=steps.SCALE.with_gradients(x, x_scale), x_scale=1.0, inner=True)
+        scaled = call._replace(x=steps.SCALE.with_gradients(x, x_scale), x_scale=1.0, inner=True)
         return cast(tuple[Any, Any], beyond_fast_path(scaled))
     else:
         flags = Flags(eps, 0.0, round_sum, False, wide, residual_dtype)
@@ -396,17 +397,19 @@ def _transformed(call: NormCall) -> tuple[Tensor, Any]:
 def _operator_of(call: NormCall) -> tuple[Operator, tuple[Any, ...]]:
     """The operator of a norm alone, and its arguments."""
     # Before 2.10 torch's compiler knows no slices of a NamedTuple.
-    eps, weight_offset, round_sum, round_norm, out_dtype, residual_dtype = call.flags
+    eps, weight_offset, round_sum, round_norm, out_dtype, residual_dtype, center = call.flags
     numbers = (eps, weight_offset, round_sum, round_norm, out_dtype)
+    affine = (call.weight, call.bias) if center else (call.weight,)
     if call.residual is None:
-        return RMS_NORM, (call.x, call.weight, *numbers)
-    return FUSED_ADD_RMS_NORM, (call.x, call.residual, call.weight, *numbers, residual_dtype)
+        return LAYER_NORM if center else RMS_NORM, (call.x, *affine, *numbers)
+    operator = FUSED_ADD_LAYER_NORM if center else FUSED_ADD_RMS_NORM
+    return operator, (call.x, call.residual, *affine, *numbers, residual_dtype)
 
 
 def _dispatched(call: NormCall, compiling: bool) -> tuple[Tensor, Any]:
     """Both outputs of a norm alone, through torch's dispatcher."""
-    function, x, residual, weight, flags, out, residual_out, *_ = call
-    for called, tensor in zip(NAMES, (x, residual, weight, out, residual_out), strict=True):
+    function, x, residual, weight, flags, out, residual_out, bias, *_ = call
+    for called, tensor in zip((*NAMES, "bias"), (x, residual, weight, out, residual_out, bias), strict=True):
         if not compiling and isinstance(tensor, Tensor) and tensor.is_nested:
             refuse_nested(called)  # it would override our operation, and not know it
     if out is None and residual_out is None:
@@ -423,10 +426,11 @@ def _dispatched(call: NormCall, compiling: bool) -> tuple[Tensor, Any]:
         residual_out = torch.empty_like(out, dtype=dtype, memory_format=torch.contiguous_format)
     ops = dtensor_bridge.operations(x, residual, weight, out, residual_out)
     numbers = (flags.eps, flags.weight_offset, flags.round_sum, flags.round_norm)
-    if function is rms_norm_:
-        ops.rms_norm_(x, weight, *numbers)
-    elif function is fused_add_rms_norm_:
-        ops.fused_add_rms_norm_(x, residual, weight, *numbers)
+    if function.__name__.endswith("_"):
+        operands = [x, *[residual] * (residual is not None), weight, *[bias] * flags.center]
+        getattr(ops, function.__name__)(*operands, *numbers)
+    elif flags.center:
+        ops.into(x, residual, weight, out, residual_out, *numbers, True, bias)
     else:
         ops.into(x, residual, weight, out, residual_out, *numbers)
     return out, residual_out

@@ -12,6 +12,7 @@ from torch.compiler import is_dynamo_compiling
 from fusednorm.calls import must_be_seen
 from fusednorm.calls.call import Flags
 from fusednorm.calls.checks import (
+    check_affine,
     check_apart,
     check_between,
     check_given,
@@ -28,6 +29,7 @@ from fusednorm.engine import execute
 from fusednorm.engine.execute import Norm, Quantizing
 from fusednorm.operations.functions import relu2
 from fusednorm.operations.gate import STEPS, checked_operands, silu_and_mul, silu_and_mul_unrounded
+from fusednorm.operations.layer_norm import fused_add_layer_norm, layer_norm
 from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
 from fusednorm.reference import norm as reference
 from fusednorm.reference import quantizer
@@ -45,6 +47,20 @@ _fused_add_rms_norm_quant = Entry(
     "x residual weight eps packed scale zero_point between weight_offset round_sum round_norm out scale_out "
     "zero_point_out normed_out residual_out residual_dtype",
     constants={"normalises": True},
+).open()
+
+
+_layer_norm_quant = Entry(
+    "quantizer",
+    "x weight bias eps packed scale zero_point between weight_offset round_norm out scale_out zero_point_out "
+    "normed_out",
+    constants={"normalises": True, "center": True},
+).open()
+_fused_add_layer_norm_quant = Entry(
+    "quantizer",
+    "x residual weight bias eps packed scale zero_point between weight_offset round_sum round_norm out scale_out "
+    "zero_point_out normed_out residual_out residual_dtype",
+    constants={"normalises": True, "center": True},
 ).open()
 
 
@@ -189,6 +205,96 @@ def fused_add_rms_norm_quant(
     return _Call(
         fused_add_rms_norm_quant, {"x": x, "residual": residual, "weight": weight}, quantizing, flags
     ).of_norm()
+
+
+def layer_norm_quant(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    quantization: Quantization,
+    scale: Tensor | None = None,
+    zero_point: Tensor | None = None,
+    between: torch.dtype | None = None,
+    weight_offset: float = 0.0,
+    round_norm: bool = False,
+    out: Tensor | None = None,
+    scale_out: Tensor | None = None,
+    zero_point_out: Tensor | None = None,
+    normed_out: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """Layer-normalises and quantizes: the same bits as ``quantize(layer_norm(x, weight, bias, eps), quantization)``.
+
+    The arguments are those of :func:`fusednorm.layer_norm` and of :func:`rms_norm_quant`.
+
+    Returns:
+        See :func:`quantize`.
+
+    Raises:
+        TypeError, ValueError, BackendError: see :func:`quantize` and :func:`fusednorm.layer_norm`.
+        RuntimeError: an operand requires grad while gradients are recorded: what is quantized has none.
+    """
+    if _may_be_fast(quantization, scale_out):
+        result: tuple[Tensor, ...] | None = _layer_norm_quant(
+            x, weight, bias, eps, quantization.packed, scale, zero_point, between, weight_offset, round_norm, out,
+            scale_out, zero_point_out, normed_out,
+        )  # fmt: skip
+        if result is not None:
+            return result
+    flags = {"eps": eps, "between": between, "weight_offset": weight_offset, "round_norm": round_norm}
+    quantizing = Quantizing(quantization, scale, zero_point, out, scale_out, zero_point_out, normed_out)
+    return _Call(layer_norm_quant, {"x": x, "weight": weight, "bias": bias}, quantizing, flags).of_norm()
+
+
+def fused_add_layer_norm_quant(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    quantization: Quantization,
+    scale: Tensor | None = None,
+    zero_point: Tensor | None = None,
+    between: torch.dtype | None = None,
+    weight_offset: float = 0.0,
+    round_sum: bool = True,
+    round_norm: bool = False,
+    out: Tensor | None = None,
+    scale_out: Tensor | None = None,
+    zero_point_out: Tensor | None = None,
+    normed_out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+    residual_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, ...]:
+    """Adds the residual, layer-normalises the sum and quantizes it.
+
+    The same bits as ``y, total = fused_add_layer_norm(x, residual, weight, bias, eps)``, then ``quantize(y, ...)``.
+
+    The arguments are those of :func:`fusednorm.fused_add_layer_norm` and of :func:`rms_norm_quant`.
+
+    Returns:
+        What :func:`quantize` returns, and the sum.
+
+    Raises:
+        TypeError, ValueError, BackendError: see :func:`quantize` and :func:`fusednorm.fused_add_layer_norm`.
+        RuntimeError: an operand requires grad while gradients are recorded: what is quantized has none.
+    """
+    if residual is None:
+        refuse_type("residual", residual)
+    if _may_be_fast(quantization, scale_out):
+        result: tuple[Tensor, ...] | None = _fused_add_layer_norm_quant(
+            x, residual, weight, bias, eps, quantization.packed, scale, zero_point, between, weight_offset, round_sum,
+            round_norm, out, scale_out, zero_point_out, normed_out, residual_out, residual_dtype,
+        )  # fmt: skip
+        if result is not None:
+            return result
+    flags: dict[str, Any] = {"eps": eps, "between": between, "weight_offset": weight_offset}
+    flags |= {"round_sum": round_sum, "round_norm": round_norm, "residual_dtype": residual_dtype}
+    quantizing = Quantizing(quantization, scale, zero_point, out, scale_out, zero_point_out, normed_out, residual_out)
+    inputs = {"x": x, "residual": residual, "weight": weight, "bias": bias}
+    return _Call(fused_add_layer_norm_quant, inputs, quantizing, flags).of_norm()
 
 
 def silu_and_mul_quant(
@@ -369,19 +475,25 @@ class _Call:
             return self.handed_over()
         x, residual, weight = self.inputs["x"], self.inputs.get("residual"), self.inputs["weight"]
         residual_out, between = self.quantizing.residual_out, self.flags["between"]
-        check_operands(x, residual, weight, None, residual_out, in_memory=self.in_memory)
+        center, bias = "bias" in self.inputs, self.inputs.get("bias")
+        check_operands(x, residual, None if center else weight, None, residual_out, in_memory=self.in_memory)
+        if center:
+            check_affine(x, weight, bias, in_memory=self.in_memory)
         check_between(between, x)
         self.check(x)
         if (found := self.in_one_operator()) is not None:
             return found
         flags = {name: value for name, value in self.flags.items() if name != "between"}
         if self.in_memory and (between is None or self.quantizing.normed_out is None):
-            norm = Norm(residual, weight, Flags(out_dtype=between, **flags))
+            norm = Norm(residual, weight, Flags(out_dtype=between, center=center, **flags), bias)
             if (found := execute.quantize(x, self.quantizing, norm)) is not None:
                 return found
+        flags |= {"weight": weight, "bias": bias, "out_dtype": between}
         if residual is None:
-            return self.of_rows(rms_norm(x, weight, out_dtype=between, **flags))
-        y, total = fused_add_rms_norm(x, residual, weight, out_dtype=between, residual_out=residual_out, **flags)
+            return self.of_rows((layer_norm if center else rms_norm)(x, **flags))
+        y, total = (fused_add_layer_norm if center else fused_add_rms_norm)(
+            x, residual, residual_out=residual_out, **flags
+        )
         return *self.of_rows(y), total
 
     def of_rows(self, y: Tensor) -> tuple[Tensor, ...]:

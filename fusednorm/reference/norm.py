@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from fusednorm.calls.call import Backward, Forward
+    from fusednorm.calls.call import Backward, Flags, Forward
 
 #: Elements in one segment of the summation tree.
 SEGMENT = 1024
@@ -159,6 +159,11 @@ def rstd_of(h: Tensor, eps: float) -> Tensor:
     return torch.ones_like(r) / r
 
 
+def centered(h: Tensor) -> Tensor:
+    """The rows of h less their means."""
+    return h - divided(treesum(h), h.shape[-1]).unsqueeze(-1)
+
+
 def differentiable_rstd(h: Tensor, eps: float) -> Tensor:
     """:func:`rstd_of` with derivatives, out of operations that can be differentiated again."""
     return Rstd.apply(h, eps)  # type: ignore[no-any-return, no-untyped-call]
@@ -216,6 +221,7 @@ def outputs(
     out_dtype: torch.dtype,
     residual_dtype: torch.dtype | None,
     rstd_of: Callable[[Tensor, float], Tensor] = rstd_of,
+    center: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """The normalised rows, the sum (None without a residual), and rstd, as the specification writes them.
 
@@ -230,6 +236,7 @@ def outputs(
         out_dtype: the dtype that the normalised rows are rounded to.
         residual_dtype: the dtype that the sum is rounded to; None without a residual.
         rstd_of: :func:`rstd_of`, or :func:`differentiable_rstd`.
+        center: subtract the mean first, for a LayerNorm.
 
     Returns:
         [..., N], [..., N] or None, and [...] of the accumulator type: ``1 / sqrt(mean(h^2) + eps)``.
@@ -241,12 +248,33 @@ def outputs(
         total = rounded(h, residual_dtype)
         if round_sum:
             h = total.to(dtype)
+    if center:
+        h = centered(h)
     r = rstd_of(h, eps)
     n = h * r.unsqueeze(-1)
     if round_norm:
         n = rounded(n, x.dtype).to(dtype)
     g = gain(weight, weight_offset, dtype)
     return rounded(n if g is None else n * g, out_dtype), total, r
+
+
+def outputs_of(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    flags: Flags,
+    out_dtype: torch.dtype,
+    residual_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """:func:`outputs`, with derivatives, of a norm that may have a bias and a row of both for each head."""
+    numbers, center = (flags.eps, flags.weight_offset, flags.round_sum, flags.round_norm), flags.center
+    if bias is None and getattr(weight, "ndim", 1) != 2:
+        return outputs(x, residual, weight, *numbers, out_dtype, residual_dtype, differentiable_rstd, center)
+    alone = (flags.eps, 0.0, flags.round_sum, False, accumulator(x.dtype))
+    n, total, r = outputs(x, residual, None, *alone, residual_dtype, differentiable_rstd, center)
+    rounded_to = x.dtype if flags.round_norm else None
+    return affine(n, weight, bias, flags.weight_offset, rounded_to, out_dtype), total, r
 
 
 def added(x: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
@@ -329,12 +357,14 @@ def forward(call: Forward) -> None:
         x = scaled(x, call.x_scale)
     if around is not None and (around.bias is not None or around.of_heads):
         flags = (call.eps, 0.0, operation.round_sum, False)
-        n, total, r = outputs(x, call.residual, None, *flags, operation.accumulator, operation.residual_out)
+        dtypes = (operation.accumulator, operation.residual_out)
+        n, total, r = outputs(x, call.residual, None, *flags, *dtypes, center=operation.center)
         rounded_to = x.dtype if operation.round_norm else None
         y = affine(n, call.weight, call.bias, call.weight_offset, rounded_to, operation.out)
     else:
         flags = (call.eps, call.weight_offset, *rounding)
-        y, total, r = outputs(x, call.residual, call.weight, *flags, operation.out, operation.residual_out)
+        dtypes = (operation.out, operation.residual_out)
+        y, total, r = outputs(x, call.residual, call.weight, *flags, *dtypes, center=operation.center)
     # Only now, because an output may be the memory of an input.
     if call.residual_out is not None and total is not None:
         call.residual_out.copy_(total)
@@ -342,6 +372,12 @@ def forward(call: Forward) -> None:
     call.out.copy_(y)
     if call.rstd is not None:
         call.rstd.copy_(r)
+
+
+def normalised(h: Tensor, rstd: Tensor, center: bool) -> Tensor:
+    """Normalised rows again, [..., N] of the accumulator type, from what the forward pass kept."""
+    h = h.to(rstd.dtype)
+    return (centered(h) if center else h) * rstd.unsqueeze(-1)
 
 
 def gradients(
@@ -354,6 +390,7 @@ def gradients(
     x_dtype: torch.dtype,
     residual_dtype: torch.dtype | None,
     needs: tuple[bool, bool, bool],
+    center: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of x, the residual and the weight, as the specification writes them.
 
@@ -367,16 +404,17 @@ def gradients(
         x_dtype: dtype of x, which the accumulator type follows.
         residual_dtype: dtype of the residual, or None.
         needs: which of the three gradients to compute; the others are None.
+        center: as in :func:`outputs`.
     """
     dtype = accumulator(x_dtype)
     hidden = h.shape[-1]
-    d, g, r = dy.to(dtype), gain(weight, weight_offset, dtype), rstd.unsqueeze(-1)
-    xhat = h.to(dtype) * r
+    d, g = dy.to(dtype), gain(weight, weight_offset, dtype)
+    xhat = normalised(h, rstd, center)
     dx = dresidual = dweight = None
     if needs[0] or needs[1]:
         wdy = d if g is None else d * g
         c = divided(treesum(wdy * xhat), hidden).unsqueeze(-1)
-        dh = (wdy - xhat * c) * r
+        dh = ((centered(wdy) if center else wdy) - xhat * c) * rstd.unsqueeze(-1)
         if d_residual_out is not None:
             dh = dh + d_residual_out.to(dtype)
         dx = rounded(dh, x_dtype) if needs[0] else None
@@ -395,6 +433,7 @@ def backward(call: Backward) -> None:
         call.operation.x,
         call.operation.residual,
         (dx, dresidual, dweight),
+        call.operation.center,
     )
     for output, gradient in zip(outputs, found, strict=True):
         if output is not None and gradient is not None:

@@ -159,9 +159,13 @@ class Operator:
             kept = declaration.formula(*again, *flags)[len(declaration.returned) :] if declaration.kept else ()
             return cast(Any, declaration.gradient)(*given[:first], *again, *kept, *gradient_flags, needs)  # type: ignore[no-any-return]
 
-        weights = [place for place, operand in enumerate(declaration.operands) if operand.role is Role.WEIGHT]
-        whole = [first + place for place in weights]
-        sums = {declaration.places.index(place): first + place for place in weights}
+        roles = [operand.role for operand in declaration.operands]
+        whole = [first + place for place, role in enumerate(roles) if role is Role.WEIGHT]
+        sums = {
+            declaration.places.index(place): first + place
+            for place, role in enumerate(roles)
+            if role in (Role.WEIGHT, Role.SAMPLES)
+        }
         return dtensor_bridge.on_rows(formula, (*incoming, *operands), whole, sums, declaration.joined_of(operands))
 
 

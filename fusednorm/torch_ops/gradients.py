@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusednorm.calls import must_be_seen
 from fusednorm.calls.call import Flags, RMSNorm, Step, accumulator, operation_of
-from fusednorm.calls.checks import check_flags
+from fusednorm.calls.checks import check_flags, check_kept
 from fusednorm.engine import execute
 from fusednorm.engine.choose import Chosen
 from fusednorm.reference import norm as reference
@@ -82,59 +82,94 @@ def _normalised(terms: Sequence[Tensor], accumulator: torch.dtype) -> Tensor:
     return cast(Tensor, h)
 
 
+def by_backend(
+    chosen: tuple[Chosen, bool],
+    operation: RMSNorm,
+    dy: Tensor,
+    d_total: Tensor | None,
+    h: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    weight_offset: float,
+    needs: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of x, the residual, the weight and the bias, None where not needed: by :func:`backend_of`."""
+    backend, in_one_call = chosen
+    if in_one_call:
+        return execute.backward(backend, operation, dy, d_total, h, rstd, weight, weight_offset, needs, bias)
+    of_rows = needs[0] or needs[1]
+    check_kept((dy, d_total), (h, rstd, weight, bias))
+    n = reference.normalised(h, rstd, operation.center)
+    dn, *of_weights = reference.affine_gradients(dy, n, weight, bias, weight_offset, (of_rows, needs[2], needs[3]))
+    if dn is None:
+        return None, None, *of_weights
+    alone = (*needs[:2], False)
+    found = execute.backward(backend, _norm_alone(operation), dn, d_total, h, rstd, None, 0.0, alone)
+    return *found[:2], *of_weights
+
+
 def gradients(
-    ctx: Any, dy: Tensor | None, d_total: Tensor | None, needs: Sequence[bool], backend: Chosen | None = None
+    ctx: Any,
+    dy: Tensor | None,
+    d_total: Tensor | None,
+    needs: Sequence[bool],
+    chosen: tuple[Chosen, bool] | None = None,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of x, the residual, the weight and the bias, None where not needed: the specification's formulas.
 
     By the backend, or through torch's dispatcher if a mode or a tensor must see them, and always without a backend. The
     reference computes gradients that are differentiated again, and those of a bias and of rows of heads where the
-    backend has those of a norm alone. The normalised rows are not kept: ``h * rstd`` makes the same bits again.
+    backend has those of a norm alone. The normalised rows are not kept: h and rstd make the same bits again.
     """
     rstd, weight, bias, *terms = ctx.saved_tensors
     if dy is None and d_total is None:
         return None, None, None, None
-    h = _normalised(terms, rstd.dtype)
+    h, operation, weight_offset = _normalised(terms, rstd.dtype), ctx.operation, ctx.flags.weight_offset
     again = must_be_seen.differentiated_again()
-    if again or must_be_seen.below(dy, d_total, h, rstd, weight, bias):
-        backend = None
-    operation, eps, weight_offset = ctx.operation, ctx.flags.eps, ctx.flags.weight_offset
-    dweight = dbias = None
-    if ctx.around:
-        if backend is not None and dy is not None and ctx.in_one_call:
-            return execute.backward(backend, operation, dy, d_total, h, rstd, weight, weight_offset, needs, bias)
-        need_rows = needs[0] or needs[1]
-        if dy is not None:
-            dtensor_bridge.check_kept((dy, d_total), (h, rstd, weight, bias))
-            h = h.to(rstd.dtype)
-            r = reference.differentiable_rstd(h, eps) if again else rstd
-            of_all = (dy, h * r.unsqueeze(-1), weight, bias, weight_offset, (need_rows, needs[2], needs[3]))
-            dy, dweight, dbias = reference.affine_gradients(*of_all)
-        if not need_rows:
-            return None, None, dweight, dbias
-        operation, weight, weight_offset, needs = _norm_alone(operation), None, 0.0, (needs[0], needs[1], False)
-    needs = (needs[0], needs[1], needs[2])
-    found: tuple[Tensor | None, ...]
     if dy is None:
         dy = torch.zeros_like(h, dtype=operation.out)
-    if again:
-        dtensor_bridge.check_kept((dy, d_total), (h, rstd, weight))
-
-        def formula(dy: Tensor, d_total: Tensor | None, h: Tensor, weight: Tensor | None) -> tuple[Tensor | None, ...]:
-            # rstd, which is kept without derivatives, is made again with them.
-            r = reference.differentiable_rstd(h.to(rstd.dtype), eps)
-            operands = (dy, d_total, h, r, weight, weight_offset)
-            return reference.gradients(*operands, operation.x, operation.residual, needs)
-
-        found = on_rows(formula, (dy, d_total, h, weight), whole=[3], sums={2: 3})
-    elif backend is not None:
-        found = execute.backward(backend, operation, dy, d_total, h, rstd, weight, weight_offset, needs)
-    else:
-        found = torch.ops.fusednorm.backward(
-            *(dy, d_total, h, rstd, weight, weight_offset, operation.x, operation.residual),
+    below = again or must_be_seen.below(dy, d_total, h, rstd, weight, bias)
+    if chosen is not None and not below:
+        return by_backend(chosen, operation, dy, d_total, h, rstd, weight, bias, weight_offset, needs)
+    dtypes = (operation.x, operation.residual)
+    if operation.center and not again:
+        found = torch.ops.fusednorm.layer_norm_backward(
+            *(dy, d_total, h, rstd, weight, bias, weight_offset, *dtypes),
             *(operation.round_sum, operation.round_norm, list(needs), operation.out, operation.residual_out),
         )
-        found = tuple(gradient if need else None for gradient, need in zip(found, needs, strict=True))
+        return tuple(gradient if need else None for gradient, need in zip(found, needs, strict=True))
+    center = operation.center
+    dtensor_bridge.check_kept((dy, d_total), (h, rstd, weight, bias))
+
+    def again_with_rstd(h: Tensor) -> Tensor:
+        """rstd, which is kept without derivatives, with them."""
+        h = h.to(rstd.dtype)
+        return reference.differentiable_rstd(reference.centered(h) if center else h, ctx.flags.eps)
+
+    dweight = dbias = None
+    if ctx.around:
+        of_rows = needs[0] or needs[1]
+        n = reference.normalised(h, again_with_rstd(h) if again else rstd, center)
+        of_all = (dy, n, weight, bias, weight_offset, (of_rows, needs[2], needs[3]))
+        dy, dweight, dbias = reference.affine_gradients(*of_all)
+        if dy is None:
+            return None, None, dweight, dbias
+        operation, weight, weight_offset, needs = _norm_alone(operation), None, 0.0, (*needs[:2], False)
+    asked = (needs[0], needs[1], needs[2])
+    if again:
+
+        def formula(dy: Tensor, d_total: Tensor | None, h: Tensor, weight: Tensor | None) -> tuple[Tensor | None, ...]:
+            operands = (dy, d_total, h, again_with_rstd(h), weight, weight_offset)
+            return reference.gradients(*operands, *dtypes, asked, center)
+
+        found = on_rows(formula, (dy, d_total, h, weight), whole=[3], sums={2: 3})
+    else:
+        found = torch.ops.fusednorm.backward(
+            *(dy, d_total, h, rstd, weight, weight_offset, *dtypes),
+            *(operation.round_sum, operation.round_norm, list(asked), operation.out, operation.residual_out),
+        )
+        found = tuple(gradient if need else None for gradient, need in zip(found, asked, strict=True))
     return found[0], found[1], found[2] if dweight is None else dweight, dbias
 
 
@@ -143,15 +178,13 @@ def _norm_alone(operation: RMSNorm) -> RMSNorm:
     return operation._replace(weight=None, out=operation.accumulator, round_norm=False, around=None)
 
 
-def keep_backend(ctx: Any, weight: Tensor | None, bias: Tensor | None = None) -> None:
-    """Keeps, after :func:`keep`, the backend that the backward pass takes: the one in force now."""
-    if not ctx.around:
-        ctx.backend = execute.backend_of(ctx.operation)
-        return
+def backend_of(operation: RMSNorm, weight: Tensor | None, bias: Tensor | None) -> tuple[Chosen, bool]:
+    """The backend for gradients, and whether it has those of the weight and the bias in the same call."""
+    if bias is None and getattr(weight, "ndim", 1) != 2:
+        return execute.backend_of(operation), True
     of_one_shape = weight is None or bias is None or weight.shape == bias.shape
-    whole = execute.whole_of(ctx.operation, Step("affine_backward")) if of_one_shape else None
-    ctx.in_one_call = whole is not None
-    ctx.backend = whole or execute.backend_of(_norm_alone(ctx.operation))
+    whole = execute.whole_of(operation, Step("affine_backward")) if of_one_shape else None
+    return whole or execute.backend_of(_norm_alone(operation)), whole is not None
 
 
 class Normalise(torch.autograd.Function):
@@ -170,7 +203,7 @@ class Normalise(torch.autograd.Function):
         if type(flags.eps) is not float or type(flags.weight_offset) is not float:
             flags = check_flags(flags, x, residual, None, None)
         keep(ctx, x, residual, weight, flags, (y, total, rstd), bias)
-        keep_backend(ctx, weight, bias)
+        ctx.backend = backend_of(ctx.operation, weight, bias)  # in the backward pass another may be in force
         if total is not None and not any(ctx.needs_input_grad[:2]):
             ctx.mark_non_differentiable(total)
         return y, total

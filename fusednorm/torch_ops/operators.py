@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusednorm.calls.call import Flags, RMSNorm, accumulator
+from fusednorm.calls.call import Flags, accumulator, operation_of
 from fusednorm.calls.checks import (
+    check_affine,
     check_dtype,
     check_flags,
     check_given,
     check_gradients,
+    check_needs,
     check_operands,
     check_quantization,
 )
@@ -31,18 +33,29 @@ from fusednorm.reference import quantizer
 from fusednorm.torch_ops import steps as _steps  # noqa: F401 - declares them
 from fusednorm.torch_ops.declared import Operator
 from fusednorm.torch_ops.dtensor_bridge import on_rows
-from fusednorm.torch_ops.gradients import gradients, keep, keep_backend, new_rstd
+from fusednorm.torch_ops.gradients import backend_of, by_backend, gradients, keep, new_rstd
 from fusednorm.torch_ops.registered import register
 
 
 def _into(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, out: Tensor, residual_out: Tensor | None, *flags: Any
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    out: Tensor,
+    residual_out: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    round_sum: bool,
+    round_norm: bool,
+    center: bool = False,
+    bias: Tensor | None = None,
 ) -> None:
     _check_pair(residual, residual_out)
-    asked = Flags(*flags)
+    asked = Flags(eps, weight_offset, round_sum, round_norm, center=center)
     if residual is not None and residual_out is not None and residual_out.dtype != residual.dtype:
         asked = asked._replace(residual_dtype=residual_out.dtype)
-    execute.fast_path_first(x, residual, weight, asked, out, residual_out)
+    of_heads = center and getattr(weight, "ndim", 1) == 2
+    execute.fast_path_first(x, residual, weight, asked, out, residual_out, bias=bias, of_heads=of_heads)
 
 
 def _check_pair(residual: Tensor | None, residual_out: Tensor | None) -> None:
@@ -51,13 +64,14 @@ def _check_pair(residual: Tensor | None, residual_out: Tensor | None) -> None:
 
 
 class _OfGradients(NamedTuple):
-    """The arguments of the operator of gradients."""
+    """The arguments of the operators of gradients; that of an RMS norm has no bias."""
 
     dy: Tensor
     d_residual_out: Tensor | None
     h: Tensor
     rstd: Tensor
     weight: Tensor | None
+    bias: Tensor | None
     weight_offset: float
     x_dtype: torch.dtype
     residual_dtype: torch.dtype | None
@@ -68,30 +82,57 @@ class _OfGradients(NamedTuple):
     residual_out_dtype: torch.dtype | None = None
 
 
-def _of_gradients(arguments: tuple[Any, ...], in_memory: bool) -> _OfGradients:
-    """The arguments, which are checked."""
-    of = _OfGradients(*arguments)
-    dtypes = (of.x_dtype, of.residual_dtype, of.out_dtype, of.residual_out_dtype)
-    check_gradients(of.dy, of.d_residual_out, of.h, of.rstd, of.weight, dtypes, of.needs, in_memory=in_memory)
-    return of
+class _Gradients:
+    """The operator of gradients of one kind of norm, real and fake."""
 
+    def __init__(self, center: bool) -> None:
+        self._center = center
+        tensors = "Tensor dy, Tensor? d_residual_out, Tensor h, Tensor rstd, Tensor? weight, "
+        register(
+            "layer_norm_backward" if center else "backward",
+            f"({tensors}{'Tensor? bias, ' * center}float weight_offset, ScalarType x_dtype, "
+            "ScalarType? residual_dtype, bool round_sum, bool round_norm, bool[] needs, ScalarType? out_dtype=None, "
+            f"ScalarType? residual_out_dtype=None) -> (Tensor, Tensor, Tensor{', Tensor' * center})",
+            self._real,
+            self._fake,
+        )
 
-def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    of = _of_gradients(arguments, in_memory=True)
-    h, weight = of.h, of.weight
-    operation = RMSNorm(
-        *(h.device, of.x_dtype, of.residual_dtype, None if weight is None else weight.dtype),
-        *(of.out_dtype or of.x_dtype, h.shape[-1], of.round_sum, of.round_norm),
-        None if of.residual_dtype is None else of.residual_out_dtype or of.residual_dtype,
-    )
-    requested = request_of_backward()
-    with nullcontext() if requested == request() else use_backend(requested):
-        backend = execute.backend_of(operation)
-    found = execute.backward(
-        backend, operation, of.dy, of.d_residual_out, h, of.rstd, weight, of.weight_offset, of.needs
-    )
-    dx, dresidual, dweight = (h.new_empty(0) if gradient is None else gradient for gradient in found[:3])
-    return dx, dresidual.clone() if dresidual is dx else dresidual, dweight
+    def _checked(self, arguments: tuple[Any, ...], in_memory: bool) -> _OfGradients:
+        of = _OfGradients(*(arguments if self._center else (*arguments[:5], None, *arguments[5:])))
+        dtypes = (of.x_dtype, of.residual_dtype, of.out_dtype, of.residual_out_dtype)
+        weight = None if self._center else of.weight
+        needs = of.needs
+        if self._center:
+            check_needs(needs, ("x", "residual", "weight", "bias"))
+            needs = needs[:3]
+        check_gradients(of.dy, of.d_residual_out, of.h, of.rstd, weight, dtypes, needs, in_memory=in_memory)
+        if self._center:
+            check_affine(of.h, of.weight, of.bias, in_memory=in_memory, x_name="h")
+        return of
+
+    def _real(self, *arguments: Any) -> tuple[Tensor, ...]:
+        of = self._checked(arguments, in_memory=True)
+        h, weight, bias = of.h, of.weight, of.bias
+        flags = Flags(0.0, of.weight_offset, of.round_sum, of.round_norm, center=self._center)
+        operation = operation_of(h, None, weight, flags, bias=bias)._replace(
+            x=of.x_dtype,
+            residual=of.residual_dtype,
+            out=of.out_dtype or of.x_dtype,
+            residual_out=None if of.residual_dtype is None else of.residual_out_dtype or of.residual_dtype,
+        )
+        requested = request_of_backward()
+        with nullcontext() if requested == request() else use_backend(requested):
+            chosen = backend_of(operation, weight, bias)
+        rows = (of.dy, of.d_residual_out, h, of.rstd)
+        found = by_backend(chosen, operation, *rows, weight, bias, of.weight_offset, of.needs)
+        dx, dresidual, *others = (h.new_empty(0) if gradient is None else gradient for gradient in found)
+        return (dx, dresidual.clone() if dresidual is dx else dresidual, *others)[: 3 + self._center]
+
+    def _fake(self, *arguments: Any) -> tuple[Tensor, ...]:
+        of = self._checked(arguments, in_memory=False)
+        like = [None if dtype is None else of.h.to(dtype) for dtype in (of.x_dtype, of.residual_dtype)]
+        pairs = zip((*like, of.weight, of.bias), of.needs, strict=False)
+        return tuple(of.h.new_empty(0) if t is None or not need else t.new_empty(t.shape) for t, need in pairs)
 
 
 def _add(x: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
@@ -119,10 +160,22 @@ def _check_quantize(y: Tensor, text: str, scale: Tensor | None, zero_point: Tens
 
 
 def _fake_into(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, out: Tensor, residual_out: Tensor | None, *_: Any
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    out: Tensor,
+    residual_out: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    round_sum: bool,
+    round_norm: bool,
+    center: bool = False,
+    bias: Tensor | None = None,
 ) -> None:
     _check_pair(residual, residual_out)
-    check_operands(x, residual, weight, out, residual_out, in_memory=False)
+    check_operands(x, residual, None if center else weight, out, residual_out, in_memory=False)
+    if center:
+        check_affine(x, weight, bias, in_memory=False)
 
 
 def _fake_quantize(y: Tensor, text: str, scale: Tensor | None, zero_point: Tensor | None) -> tuple[Tensor, ...]:
@@ -132,16 +185,6 @@ def _fake_quantize(y: Tensor, text: str, scale: Tensor | None, zero_point: Tenso
     shapes = [y.shape, *of_groups[:computed], *[[0]] * (2 - computed)]
     dtypes = (quantization.dtype, quantization.scale_dtype or torch.float32, torch.int32)
     return tuple(y.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
-
-
-def _fake_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    of = _of_gradients(arguments, in_memory=False)
-    h, weight, (need_x, need_residual, need_weight) = of.h, of.weight, of.needs
-    return (
-        h.new_empty(h.shape, dtype=of.x_dtype) if need_x else h.new_empty(0),
-        h.new_empty(h.shape, dtype=of.residual_dtype) if need_residual and of.residual_dtype else h.new_empty(0),
-        torch.empty_like(weight) if need_weight and weight is not None else h.new_empty(0),
-    )
 
 
 def _gradients_of_sum(ctx: Any, d_total: Tensor) -> tuple[Tensor | None, ...]:
@@ -156,139 +199,142 @@ def _keep_sum(ctx: Any, inputs: tuple[Tensor, Tensor, torch.dtype], output: Tens
     ctx.dtypes = inputs[0].dtype, inputs[1].dtype
 
 
-def _formula(x: Tensor, residual: Tensor | None, weight: Tensor | None, *arguments: Any) -> tuple[Any, ...]:
-    flags = Flags(*arguments)
-    numbers = (flags.eps, flags.weight_offset, flags.round_sum, flags.round_norm)
-    dtypes = (flags.out_dtype or x.dtype, None if residual is None else flags.residual_dtype or residual.dtype)
-    return reference.outputs(x, residual, weight, *numbers, *dtypes, reference.differentiable_rstd)
-
-
-def _tangent(operands: Sequence[Any], flags: Sequence[Any], tangents: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    """Tangents of y and of the sum, whose bits nothing promises; roundings are passed straight through."""
-    (x, residual, weight), asked = operands, Flags(*flags)
-    wide = accumulator(x.dtype)
-    h = x.to(wide)
-    total_dtype = wide
-    if residual is not None:
-        total_dtype = asked.residual_dtype or residual.dtype
-        h = h + residual.to(wide)
-        h = h.to(total_dtype).to(wide) if asked.round_sum else h
-    rstd = torch.rsqrt(h.square().mean(-1, keepdim=True) + asked.eps)
-    xhat = h * rstd
-    of_h = sum((t.to(wide) for t in tangents[:2] if t is not None), start=torch.zeros_like(h))
-    of_y = rstd * (of_h - xhat * (xhat * of_h).mean(-1, keepdim=True))
-    if weight is not None:
-        of_y = of_y * (weight.to(wide) + asked.weight_offset)
-    if tangents[2] is not None:
-        of_y = of_y + xhat * tangents[2].to(wide)
-    return of_y.to(asked.out_dtype or x.dtype), of_h.to(total_dtype)
-
-
-def _tangent_alone(operands: Sequence[Any], flags: Sequence[Any], tangents: Sequence[Any]) -> tuple[Tensor]:
-    x, weight, of_x, of_weight = *operands, *tangents[:2]
-    return _tangent((x, None, weight), flags, (of_x, None, of_weight))[:1]
-
-
-def _check(operands: Sequence[Any], flags: Sequence[Any], in_memory: bool) -> tuple[Any, ...]:
-    x, residual, weight = operands
-    check_operands(x, residual, weight, None, None, in_memory=in_memory)
-    return check_flags(Flags(*flags), x, residual, None, None)
+_WEIGHT, _BIAS = Operand("weight", Role.WEIGHT, True), Operand("bias", Role.WEIGHT, True)
+_OUT, _RSTD = Result(dtype="out_dtype"), Result("rstd", Role.NUMBERS, kept=True)
+_TOTAL = Result("residual_out", dtype="residual_dtype", like="residual")
 
 
 class Norm(Operator):
-    """A norm, and its operator in place. Without a residual, they have no place for it, nor for the sum.
+    """A norm, and its operator in place. An RMS norm has no bias; without a residual, a norm has no sum either.
 
-    It keeps the row that was normalised, and not its operands; ``backward`` has the gradients of both norms.
+    It keeps the row that was normalised, and not its operands; ``_Gradients`` has the gradients of both norms.
     """
 
     differentiable = True
 
-    def __init__(self, declaration: Declaration, in_place_schema: str) -> None:
-        self._has_residual = len(declaration.returned) == 2
+    def __init__(self, name: str, *, added: bool, center: bool) -> None:
+        self._added, self._center = added, center
+        rows = (Operand("x"), Operand("residual"))[: 1 + added]
+        defaults = Flags._field_defaults
+        declaration = Declaration(
+            name,
+            operands=(*rows, _WEIGHT, _BIAS) if center else (*rows, _WEIGHT),
+            results=(_OUT, _TOTAL, _RSTD) if added else (_OUT, _RSTD),
+            flags={flag: defaults[flag] for flag in Flags._fields[: 5 + added]},
+            formula=self._formula,
+            tangent=self._tangent,
+            checks=self._check,
+        )
         super().__init__(declaration, self._run)
-        register(f"{declaration.name}_", in_place_schema, self._in_place(_into), self._in_place(_fake_into))
+        in_place = ", ".join(["Tensor(a!) x", "Tensor(b!) residual"][: 1 + added])
+        rest = f"Tensor? weight, {'Tensor? bias, ' * center}{_FLAGS}"
+        register(f"{name}_", f"({in_place}, {rest}) -> ()", self._in_place(_into), self._in_place(_fake_into))
 
-    def _complete(self, given: Sequence[Any]) -> Sequence[Any]:
-        return given if self._has_residual else (given[0], None, *given[1:])
+    def _operands(self, given: Sequence[Any]) -> list[Any]:
+        """x, residual, weight and bias, or what belongs to each; None where the operator has none."""
+        x, residual, weight, bias = given[0], None, given[1 + self._added], None
+        return [x, given[1] if self._added else residual, weight, given[2 + self._added] if self._center else bias]
+
+    def _results(self, given: Sequence[Any]) -> tuple[Any, ...]:
+        """y, the sum and rstd; None where there is no sum."""
+        return tuple(given) if self._added else (given[0], None, *given[1:])
+
+    def _returned(self, y: Any, total: Any, *others: Any) -> tuple[Any, ...]:
+        return (y, total, *others) if self._added else (y, *others)
+
+    def _flags(self, given: Sequence[Any]) -> Flags:
+        return Flags(*given)._replace(center=self._center)
+
+    def _formula(self, *arguments: Any) -> tuple[Any, ...]:
+        x, residual, weight, bias = self._operands(arguments)
+        flags = self._flags(arguments[self.count :])
+        total_dtype = None if residual is None else flags.residual_dtype or residual.dtype
+        found = reference.outputs_of(x, residual, weight, bias, flags, flags.out_dtype or x.dtype, total_dtype)
+        return self._returned(*found)
+
+    def _tangent(self, operands: Sequence[Any], flags: Sequence[Any], tangents: Sequence[Any]) -> tuple[Tensor, ...]:
+        """Tangents of y and of the sum, whose bits nothing promises; roundings are passed straight through."""
+        x, residual, weight, _ = self._operands(operands)
+        of_x, of_residual, of_weight, of_bias = self._operands(tangents)
+        asked, wide = self._flags(flags), accumulator(x.dtype)
+        h, total_dtype = x.to(wide), wide
+        if residual is not None:
+            total_dtype = asked.residual_dtype or residual.dtype
+            h = h + residual.to(wide)
+            h = h.to(total_dtype).to(wide) if asked.round_sum else h
+        of_h = of_total = sum((t.to(wide) for t in (of_x, of_residual) if t is not None), start=torch.zeros_like(h))
+        if asked.center:
+            h, of_h = h - h.mean(-1, keepdim=True), of_h - of_h.mean(-1, keepdim=True)
+        rstd = torch.rsqrt(h.square().mean(-1, keepdim=True) + asked.eps)
+        xhat = h * rstd
+        of_y = rstd * (of_h - xhat * (xhat * of_h).mean(-1, keepdim=True))
+        if weight is not None:
+            of_y = of_y * (weight.to(wide) + asked.weight_offset)
+        if of_weight is not None:
+            of_y = of_y + xhat * of_weight.to(wide)
+        if of_bias is not None:
+            of_y = of_y + of_bias.to(wide)
+        return self._returned(of_y.to(asked.out_dtype or x.dtype), of_total.to(total_dtype))
+
+    def _check(self, operands: Sequence[Any], flags: Sequence[Any], in_memory: bool) -> tuple[Any, ...]:
+        x, residual, weight, bias = self._operands(operands)
+        check_operands(x, residual, None if self._center else weight, None, None, in_memory=in_memory)
+        if self._center:
+            check_affine(x, weight, bias, in_memory=in_memory)
+        return check_flags(self._flags(flags), x, residual, None, None)[: 5 + self._added]
 
     def _run(self, *arguments: Any) -> Any:
-        x, residual, weight, *flags = self._complete(arguments)
-        rstd = new_rstd(x)
-        y, total = execute.fast_path_first(x, residual, weight, Flags(*flags), rstd=rstd)
-        return (y, total, rstd) if self._has_residual else (y, rstd)
+        x, residual, weight, bias = self._operands(arguments)
+        rstd, flags = new_rstd(x), self._flags(arguments[self.count :])
+        of_heads = self._center and getattr(weight, "ndim", 1) == 2
+        found = execute.fast_path_first(x, residual, weight, flags, rstd=rstd, bias=bias, of_heads=of_heads)
+        return self._returned(*found, rstd)
 
     def _forward(self, *arguments: Any) -> Any:
         return self._run(*arguments)  # which checks, where the fast path does not
 
     def _in_place(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def written(*arguments: Any) -> Any:
-            x, residual, weight, *numbers = self._complete(arguments)
-            return function(x, residual, weight, x, residual, *numbers)
+            x, residual, weight, bias = self._operands(arguments)
+            return function(x, residual, weight, x, residual, *arguments[self.count :], self._center, bias)
 
         return written
 
     def keep(self, ctx: Any, inputs: tuple[Any, ...], output: Any, through_dispatcher: bool = True) -> None:
         """Keeps the row and rstd; outside of the dispatcher also the backend in force."""
-        x, residual, weight, *flags = self._complete(inputs)
-        y, total, rstd = self._complete(output)
-        keep(ctx, x, residual, weight, Flags(*flags), (y, total, rstd))
+        x, residual, weight, bias = self._operands(inputs)
+        y, total, rstd = self._results(output)
+        keep(ctx, x, residual, weight, self._flags(inputs[self.count :]), (y, total, rstd), bias)
         # The sum has no gradient where neither x nor the residual needs any. Elsewhere it may have a tangent, of which
         # this context does not know.
         without = total is not None and through_dispatcher and not any(ctx.needs_input_grad[:2])
         ctx.mark_non_differentiable(*(total, rstd) if without else (rstd,))
         if not through_dispatcher:
-            keep_backend(ctx, weight)
+            ctx.backend = backend_of(ctx.operation, weight, bias)
 
     def gradients(self, ctx: Any, incoming: Sequence[Any], through_dispatcher: bool) -> tuple[Tensor | None, ...]:
         """A gradient or None for each argument."""
-        dy, d_total, _ = self._complete(incoming)
-        needs = [bool(need) for need in self._complete(ctx.needs_input_grad)[:3]]
-        found = gradients(ctx, dy, d_total, needs, None if through_dispatcher else ctx.backend)[:3]
-        found = found if self._has_residual else found[::2]
-        return *found, *[None] * (len(ctx.needs_input_grad) - len(found))
+        dy, d_total, _ = self._results(incoming)
+        needs = [bool(need) for need in self._operands(ctx.needs_input_grad)]
+        found = gradients(ctx, dy, d_total, needs, None if through_dispatcher else ctx.backend)
+        placed = [g for g, has in zip(found, (True, self._added, True, self._center), strict=True) if has]
+        return *placed, *[None] * (len(ctx.needs_input_grad) - len(placed))
 
 
 _FLAGS = "Scalar eps, float weight_offset, bool round_sum, bool round_norm"
-_WEIGHT, _RSTD = Operand("weight", Role.WEIGHT, True), Result("rstd", Role.NUMBERS, kept=True)
-_OUT, _NUMBERS = Result(dtype="out_dtype"), {name: Flags._field_defaults[name] for name in Flags._fields[:5]}
 
-RMS_NORM = Norm(
-    Declaration(
-        "rms_norm",
-        operands=(Operand("x"), _WEIGHT),
-        results=(_OUT, _RSTD),
-        flags=_NUMBERS,
-        formula=lambda x, *rest: _formula(x, None, *rest)[::2],
-        tangent=_tangent_alone,
-        checks=lambda operands, flags, in_memory: _check((operands[0], None, operands[1]), flags, in_memory),
-    ),
-    f"(Tensor(a!) x, Tensor? weight, {_FLAGS}) -> ()",
-)
-FUSED_ADD_RMS_NORM = Norm(
-    Declaration(
-        "fused_add_rms_norm",
-        operands=(Operand("x"), Operand("residual"), _WEIGHT),
-        results=(_OUT, Result("residual_out", dtype="residual_dtype", like="residual"), _RSTD),
-        flags=Flags._field_defaults,
-        formula=_formula,
-        tangent=_tangent,
-        checks=_check,
-    ),
-    f"(Tensor(a!) x, Tensor(b!) residual, Tensor? weight, {_FLAGS}) -> ()",
-)
+RMS_NORM = Norm("rms_norm", added=False, center=False)
+FUSED_ADD_RMS_NORM = Norm("fused_add_rms_norm", added=True, center=False)
+LAYER_NORM = Norm("layer_norm", added=False, center=True)
+FUSED_ADD_LAYER_NORM = Norm("fused_add_layer_norm", added=True, center=True)
+_Gradients(center=False)
+_Gradients(center=True)
 register(
     "into",
-    f"(Tensor x, Tensor? residual, Tensor? weight, Tensor(a!) out, Tensor(b!)? residual_out, {_FLAGS}) -> ()",
+    f"(Tensor x, Tensor? residual, Tensor? weight, Tensor(a!) out, Tensor(b!)? residual_out, {_FLAGS}, "
+    "bool center=False, Tensor? bias=None) -> ()",
     _into,
     _fake_into,
-)
-register(
-    "backward",
-    "(Tensor dy, Tensor? d_residual_out, Tensor h, Tensor rstd, Tensor? weight, float weight_offset, "
-    "ScalarType x_dtype, ScalarType? residual_dtype, bool round_sum, bool round_norm, bool[] needs, "
-    "ScalarType? out_dtype=None, ScalarType? residual_out_dtype=None) -> (Tensor, Tensor, Tensor)",
-    _backward,
-    _fake_backward,
 )
 # Out of torch's operations, so that it is its own fake.
 register("add", "(Tensor x, Tensor residual, ScalarType dtype) -> Tensor", _add, _add, (_gradients_of_sum, _keep_sum))

@@ -129,7 +129,8 @@ def on_rows(
         )
     )
     placed: list[Any] = [
-        (operands[sums[i]], shares) if i in sums else (rows[0], meet.placements) for i in range(len(found))
+        (rows[0] if i not in sums else operands[sums[i]], shares if sums.get(i) in whole else meet.placements)
+        for i in range(len(found))
     ]
     return tuple(
         None if t is None or operand is None else _of_ranks(t, mesh, placements, operand.shape)
@@ -246,15 +247,23 @@ def _of_blocks(operands: Mapping[str, DTensorSpec]) -> int:
     return 1 if scale is None or math.prod(scale.shape) == 1 else operands["y"].ndim
 
 
+def _of_heads(operands: Mapping[str, DTensorSpec]) -> int:
+    """Heads stay on one rank if each has a weight or a bias of its own."""
+    return 2 if any(operands[name].ndim == 2 for name in ("weight", "bias") if name in operands) else 1
+
+
 _NORM = {"x": Role.ROWS, "residual": Role.ROWS, "weight": Role.WEIGHT}
 _OUTPUTS = {"out": Role.ROWS, "residual_out": Role.ROWS}
 _GRADIENTS = {"h": Role.ROWS, "dy": Role.ROWS, "d_residual_out": Role.ROWS, "rstd": Role.NUMBERS, "weight": Role.WEIGHT}
 _QUANTIZED = {"y": Role.ROWS, "scale": Role.WEIGHT, "zero_point": Role.WEIGHT}
-_register("fused_add_rms_norm_", _Rule(_NORM, written=("x", "residual")))
-_register("rms_norm_", _Rule(_NORM, written=("x", "residual")))
-_register("into", _Rule(_NORM | _OUTPUTS, written=("out", "residual_out")))
+_BIAS = {"bias": Role.WEIGHT}
+for _name in ("rms_norm_", "fused_add_rms_norm_", "layer_norm_", "fused_add_layer_norm_"):
+    _register(_name, _Rule(_NORM | _BIAS, written=("x", "residual"), joined=_of_heads))
+_register("into", _Rule(_NORM | _OUTPUTS | _BIAS, written=("out", "residual_out"), joined=_of_heads))
 _register("add", _Rule(_NORM), static_argnum=2)
 _register("backward", _Rule(_GRADIENTS, [*_NORM.values()], lambda arguments: arguments[10]), static_argnum=6)
+_of_layer_norm = _Rule(_GRADIENTS | _BIAS, [*(_NORM | _BIAS).values()], lambda arguments: arguments[11], _of_heads)
+_register("layer_norm_backward", _of_layer_norm, static_argnum=7)
 _register("quantize", _Rule(_QUANTIZED, [Role.ROWS] * 3, _numbers, _of_blocks), static_argnum=1)
 for _operator in DECLARED.values():
     register_declared(_operator.declaration)

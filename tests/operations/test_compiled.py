@@ -47,6 +47,8 @@ MODULES = {
     "RMSNorm of two dimensions": (fusednorm.RMSNorm((2, 6), weight_offset=1.0), {"x": HEADS}),
     "AddRMSNorm": (fusednorm.AddRMSNorm(6), {"x": X, "residual": X}),
     "AddRMSNorm begins": (fusednorm.AddRMSNorm(6), {"x": X}),
+    "LayerNorm of two dimensions": (fusednorm.LayerNorm((2, 6)), {"x": HEADS}),
+    "AddLayerNorm": (fusednorm.AddLayerNorm(6, bias=False), {"x": X, "residual": X}),
     "RMSNormGated": (fusednorm.RMSNormGated(6, group_size=3), {"x": X, "gate": X}),
     "fla": (fla.FusedRMSNormGated(6), {"x": X, "g": X}),
     "liger": (liger.LigerRMSNorm(6, casting_mode="gemma"), {"hidden_states": X}),

@@ -228,6 +228,7 @@ def test_incoming_gradients_are_read_wherever_they_lie(name, kind):
 
 #: The operands that the backward pass reads for certain, where they are not all of those that have rows.
 READ_AGAIN = {"fused_add_rms_norm": ("weight",), "rms_norm_add": ("x",), "rms_norm_add_rms_norm": ("x",)}
+READ_AGAIN |= {"fused_add_layer_norm": ("weight",)}
 READ_AGAIN |= {"rotate": ()}  # positions take rows of the tables, which are copies
 
 

@@ -30,7 +30,14 @@ OTHERS = {
 #: The only operand with rows, a weight with a row for each head, the operand that decides dtypes, rows of any length.
 FITS = {("rms_norm", "x", "rows"), ("rms_norm_", "x", "rows"), ("affine", "n", "rows")}
 FITS |= {(name, "x", kind) for name in ("rms_norm", "rms_norm_") for kind in ("wider", "one dimension more")}
+FITS |= {
+    (name, "x", kind) for name in ("layer_norm", "layer_norm_") for kind in ("rows", "wider", "one dimension more")
+}
 FITS |= {(name, "x", "wider") for name in ("fused_add_rms_norm", "fused_add_rms_norm_", "into", "add")}
+_LAYER_NORMS = ("fused_add_layer_norm", "fused_add_layer_norm_")
+FITS |= {(name, "x", "wider") for name in _LAYER_NORMS}
+_LAYER_NORMS += ("layer_norm", "layer_norm_", "into", "layer_norm_backward")
+FITS |= {(name, key, "one dimension more") for name in _LAYER_NORMS for key in ("weight", "bias")}
 FITS |= RIGHT
 FITS |= {("affine", "n", "one dimension more"), ("affine", "n", "wider"), ("affine_backward", "n", "wider")}
 FITS |= {(name, key, "one dimension more") for name in ("affine", "affine_backward") for key in ("weight", "bias")}

@@ -144,6 +144,15 @@ def _formula_of_add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float
     return _formula_of_norm(total, weight, eps), total
 
 
+def _formula_of_layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return torch.nn.functional.layer_norm(x, weight.shape, weight, None, eps)
+
+
+def _formula_of_add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return _formula_of_layer_norm(total, weight, eps), total
+
+
 def _formula_of_norm_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _formula_of_norm(x, weight, eps) + residual
 
@@ -229,6 +238,8 @@ def _quantized(quantization: Quantization) -> Measured:
 OPERATIONS = {
     "add_norm": _named("fused_add_rms_norm", _formula_of_add_norm, "sum"),
     "norm": _named("rms_norm", _formula_of_norm),
+    "layer_norm": _named("layer_norm", _formula_of_layer_norm),
+    "add_layer_norm": _named("fused_add_layer_norm", _formula_of_add_layer_norm, "sum"),
     "norm_add": _named("rms_norm_add", _formula_of_norm_add, "first norm"),
     "norm_add_norm": _named("rms_norm_add_rms_norm", _formula_of_norm_add_norm, "first norm, sum"),
     "add_norm_int8": _quantized(quantizations.VLLM_INT8_TOKEN_CPU),

@@ -1,0 +1,222 @@
+"""LayerNorm: the norms of :mod:`fusednorm.operations.norm`, whose rows first lose their mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from fusednorm.calls import must_be_seen
+from fusednorm.calls.call import Flags
+from fusednorm.calls.checks import refuse_type
+from fusednorm.calls.fast_path import Entry
+from fusednorm.operations.norm import NormCall, beyond_fast_path
+from fusednorm.torch_ops.gradients import Normalise
+
+
+def _record_sum(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    round_sum: bool,
+    round_norm: bool,
+    *others: Any,
+) -> Any:
+    """The results of :func:`fused_add_layer_norm` for plain operands that C has read, where gradients are recorded.
+
+    None where more is asked: ``others`` are outputs and dtypes.
+    """
+    if any(other is not None for other in others) or must_be_seen.transforms_active():
+        return None
+    flags = (eps, weight_offset, round_sum, round_norm, None, None, True)
+    return Normalise.apply(x, residual, weight, bias, *flags)  # type: ignore[no-untyped-call]
+
+
+def _record(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    round_norm: bool,
+    *others: Any,
+) -> Any:
+    """The same of :func:`layer_norm`."""
+    found = _record_sum(x, None, weight, bias, eps, weight_offset, True, round_norm, *others)
+    return None if found is None else found[0]
+
+
+_CENTERED = {"center": True}
+_layer_norm = Entry(
+    "norm", "x weight bias eps weight_offset round_norm out out_dtype", returned=0, constants=_CENTERED
+).of("layer_norm", _record)
+_fused_add_layer_norm = Entry(
+    "norm",
+    "x residual weight bias eps weight_offset round_sum round_norm out residual_out out_dtype residual_dtype",
+    constants=_CENTERED,
+).of("fused_add_layer_norm", _record_sum)
+
+
+def fused_add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    weight_offset: float = 0.0,
+    round_sum: bool = True,
+    round_norm: bool = False,
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    residual_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Adds the residual, then layer-normalises: the bits of ``s = x + residual; layer_norm(s, weight, bias, eps)``.
+
+    Args:
+        x: see :func:`fusednorm.fused_add_rms_norm`, as all arguments that are not named here.
+        residual: see there.
+        weight: [N], or [H, N] for an x of [..., H, N] (a row for each head); None multiplies by nothing.
+        bias: [N] or [H, N], added after the weight; None adds nothing.
+        eps: added to the variance, in units of x squared.
+        weight_offset: see there.
+        round_sum: see there.
+        round_norm: see there.
+        out: see there.
+        residual_out: see there.
+        out_dtype: see there.
+        residual_dtype: see there.
+
+    Returns:
+        The normalised rows, in x's dtype or ``out_dtype`` (``out`` if given), and the sum, in the residual's or
+        ``residual_dtype`` (``residual_out`` if given).
+
+    Raises:
+        RuntimeError: ``out`` or ``residual_out`` is given and an operand requires grad.
+        TypeError, ValueError, BackendError: see :func:`fusednorm.fused_add_rms_norm`.
+    """
+    if residual is None:
+        refuse_type("residual", residual)
+    if not is_dynamo_compiling():
+        result: tuple[Tensor, Tensor] | None = _fused_add_layer_norm(
+            x, residual, weight, bias, eps, weight_offset, round_sum, round_norm, out, residual_out, out_dtype,
+            residual_dtype,
+        )  # fmt: skip
+        if result is not None:
+            return result
+    flags = Flags(eps, weight_offset, round_sum, round_norm, out_dtype, residual_dtype, True)
+    both: tuple[Tensor, Tensor] = beyond_fast_path(
+        NormCall(fused_add_layer_norm, x, residual, weight, flags, out, residual_out, bias)
+    )
+    return both
+
+
+def fused_add_layer_norm_(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    weight_offset: float = 0.0,
+    round_sum: bool = True,
+    round_norm: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """:func:`fused_add_layer_norm` in place: the normalised rows land in ``x``, the sum in ``residual``.
+
+    With its arguments, but outputs, and the memory of :func:`fusednorm.fused_add_rms_norm_`.
+
+    Returns:
+        ``x`` and ``residual``.
+
+    Raises:
+        RuntimeError: an operand requires grad.
+        TypeError, ValueError, BackendError: see :func:`fusednorm.fused_add_rms_norm`.
+    """
+    if residual is None:
+        refuse_type("residual", residual)
+    if not is_dynamo_compiling():
+        result: tuple[Tensor, Tensor] | None = _fused_add_layer_norm(
+            x, residual, weight, bias, eps, weight_offset, round_sum, round_norm, x, residual
+        )
+        if result is not None:
+            return result
+    flags = Flags(eps, weight_offset, round_sum, round_norm, center=True)
+    both: tuple[Tensor, Tensor] = beyond_fast_path(
+        NormCall(fused_add_layer_norm_, x, residual, weight, flags, x, residual, bias)
+    )
+    return both
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    weight_offset: float = 0.0,
+    round_norm: bool = False,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Layer-normalises the last dimension: ``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias``.
+
+    The variance is the mean of the squares of ``x - mean(x)``, in two passes over a row: ``docs/spec.md``, section 11.
+
+    Args:
+        x: [..., N]; see :func:`fusednorm.rms_norm`, as all arguments that are not named here.
+        weight: [N], [H, N] or None; see :func:`fused_add_layer_norm`.
+        bias: [N], [H, N] or None; see :func:`fused_add_layer_norm`.
+        eps: added to the variance, in units of x squared.
+        weight_offset: see there.
+        round_norm: see there.
+        out: see there.
+        out_dtype: see there.
+
+    Returns:
+        The normalised rows, in x's dtype or ``out_dtype``; ``out`` if given.
+
+    Raises:
+        RuntimeError: ``out`` is given and an operand requires grad.
+        TypeError, ValueError, BackendError: see :func:`fusednorm.fused_add_rms_norm`.
+    """
+    if not is_dynamo_compiling():
+        result: Tensor | None = _layer_norm(x, weight, bias, eps, weight_offset, round_norm, out, out_dtype)
+        if result is not None:
+            return result
+    flags = Flags(eps, weight_offset, True, round_norm, out_dtype, center=True)
+    y: Tensor = beyond_fast_path(NormCall(layer_norm, x, None, weight, flags, out, None, bias))
+    return y
+
+
+def layer_norm_(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    weight_offset: float = 0.0,
+    round_norm: bool = False,
+) -> Tensor:
+    """:func:`layer_norm` in place, as :func:`fusednorm.rms_norm_` is: the normalised rows land in ``x``.
+
+    Returns:
+        ``x``.
+
+    Raises:
+        RuntimeError: an operand requires grad.
+        TypeError, ValueError, BackendError: see :func:`fusednorm.fused_add_rms_norm`.
+    """
+    if not is_dynamo_compiling():
+        result: Tensor | None = _layer_norm(x, weight, bias, eps, weight_offset, round_norm, x)
+        if result is not None:
+            return result
+    flags = Flags(eps, weight_offset, True, round_norm, center=True)
+    y: Tensor = beyond_fast_path(NormCall(layer_norm_, x, None, weight, flags, x, None, bias))
+    return y

@@ -1,0 +1,116 @@
+"""Modulation of normalised rows, as diffusion transformers have it (docs/spec.md, section 11)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fusednorm.calls.call import accumulator
+from fusednorm.calls.declared import Declaration, Operand, Result, Role
+from fusednorm.operations.declared import Operation
+from fusednorm.reference.norm import rounded, rowsum
+
+
+def _beside(t: Tensor, y: Tensor) -> Tensor:
+    """A tensor of samples or rows in the accumulator type of y, with dimensions of one element for rows of a sample."""
+    return t.to(accumulator(y.dtype)).reshape(*t.shape[:-1], *[1] * (y.dim() - t.dim()), t.shape[-1])
+
+
+def _gain(y: Tensor, scale: Tensor, round_steps: bool) -> Tensor:
+    return _step(_beside(scale, y) + 1, y, round_steps)
+
+
+def _step(value: Tensor, y: Tensor, round_steps: bool) -> Tensor:
+    return rounded(value, y.dtype).to(value.dtype) if round_steps else value
+
+
+def _modulated(
+    y: Tensor, scale: Tensor, shift: Tensor, round_steps: bool, out_dtype: torch.dtype | None
+) -> tuple[Tensor]:
+    product = _step(y.to(accumulator(y.dtype)) * _gain(y, scale, round_steps), y, round_steps)
+    return (rounded(product + _beside(shift, y), out_dtype or y.dtype),)
+
+
+def _gradients(
+    d: Tensor, y: Tensor, scale: Tensor, shift: Tensor, round_steps: bool, needs: list[bool]
+) -> tuple[Tensor | None, ...]:
+    wide = accumulator(y.dtype)
+    d = d.to(wide)
+
+    def summed(gradient: Tensor, like: Tensor) -> Tensor:
+        """The gradient of what like has for each row, or for each sample."""
+        samples = math.prod(like.shape[:-1])
+        if like.dim() < y.dim() and samples:
+            rows = gradient.reshape(samples, -1, like.shape[-1]).movedim(1, 0)
+            gradient = rowsum(rows.reshape(-1, like.numel())).reshape(like.shape)
+        return rounded(gradient, like.dtype) if samples else torch.zeros_like(like)
+
+    return (
+        rounded(d * _gain(y, scale, round_steps), y.dtype) if needs[0] else None,
+        summed(d * y.to(wide), scale) if needs[1] else None,
+        summed(d, shift) if needs[2] else None,
+    )
+
+
+_MODULATE = Operation(
+    Declaration(
+        "modulate",
+        operands=(Operand("y"), Operand("scale", Role.SAMPLES), Operand("shift", Role.SAMPLES)),
+        results=(Result(dtype="out_dtype", overwrites="y"),),
+        flags={"round_steps": False, "out_dtype": None},
+        formula=_modulated,
+        gradient=_gradients,
+        samples=({}, {"round_steps": True}),
+        refused=(({"round_steps": 1}, TypeError, "round_steps must be True or False"),),
+    )
+)
+
+
+@_MODULATE.public
+def modulate(
+    y: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    *,
+    round_steps: bool = False,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``y * (1 + scale) + shift`` in float32 (float64 for a float64 ``y``), as DiT, SD3 and Flux modulate rows.
+
+    Args:
+        y: [..., N], float16, bfloat16, float32 or float64, any strides: what :func:`fusednorm.layer_norm` or
+            :func:`fusednorm.rms_norm` returned.
+        scale: y's shape, or without dimensions of y before the last one: for y of [B, S, N], [B, N] or [B, 1, N] for
+            all rows of a sample. Any of these dtypes, float64 only if y is float64.
+        shift: as ``scale``; its shape may be another one.
+        round_steps: rounds ``1 + scale`` and the product to y's dtype too, as separate operations on 16 bits do.
+        out: [..., N] to write to, of the result's dtype. May be y itself.
+        out_dtype: the dtype of the result; y's if None. With gradients, unlike ``out``.
+
+    Returns:
+        The modulated rows, in y's dtype or ``out_dtype``; ``out`` if given.
+
+    Raises:
+        RuntimeError: ``out`` is given and an operand requires grad.
+        TypeError: an operand is no tensor, or of a dtype that does not fit.
+        ValueError: shapes, devices or memory do not fit.
+    """
+    if isinstance(y, Tensor) and isinstance(scale, Tensor) and isinstance(shift, Tensor):
+        scale, shift = _of_samples(scale, y), _of_samples(shift, y)
+    result: Tensor = _MODULATE(
+        "modulate", y=y, scale=scale, shift=shift, round_steps=round_steps, out=out, out_dtype=out_dtype
+    )
+    return result
+
+
+def _of_samples(t: Tensor, y: Tensor) -> Tensor:
+    """[B, 1, N] as [B, N]."""
+    if t.dim() != y.dim() or t.shape == y.shape:
+        return t
+    kept = t.dim() - 1
+    while kept and t.shape[kept - 1] == 1:
+        kept -= 1
+    return t.reshape(*t.shape[:kept], t.shape[-1])
