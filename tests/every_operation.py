@@ -42,7 +42,6 @@ FUNCTIONS = {
     "fused_add_rms_norm_quant": ADDED | QUANTIZED | NORMED | RESIDUAL_OUT,
     "gate": {"y": X, "z": Z} | OUT,
     "gate_": {"y": X, "z": Z},
-    "gelu": {"z": X} | OUT,
     "gelu_tanh_and_mul": {"gate": X, "up": Z} | OUT,
     "gelu_and_mul": {"gate": X, "up": Z} | OUT,
     "l2_norm": {"x": X} | OUT,
@@ -52,7 +51,6 @@ FUNCTIONS = {
     "qk_norm_rope": HEADS | {"q_out": torch.zeros(4, 2, 6), "k_out": torch.zeros(4, 2, 6)},
     "qk_norm_rope_": HEADS,
     "quantize": {"y": X} | QUANTIZED,
-    "relu2": {"z": X} | OUT,
     "relu2_quant": {"z": X} | GIVEN | {"out": NUMBERS},
     "rms_norm": {"x": X, "weight": WEIGHT} | AFFINE | OUT,
     "rms_norm_": {"x": X, "weight": WEIGHT} | AFFINE,
@@ -66,7 +64,6 @@ FUNCTIONS = {
     "rotate": {"x": Q} | TURN | {"out": torch.zeros(4, 2, 6)},
     "silu_and_mul": {"gate": X, "up": Z} | OUT,
     "silu_and_mul_quant": {"gate": X, "up": Z} | GIVEN | {"out": NUMBERS},
-    "softcap": {"x": X, "cap": 0.7} | OUT,
 }
 #: The operands that a function in place writes.
 IN_PLACE = {

@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 
 import fusednorm
+from fusednorm.calls.declared import Role
 from fusednorm.conformance import oracle, oracle_gated
+from fusednorm.operations.listed import every
 from fusednorm.reference import norm as reference
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -102,30 +104,21 @@ def bytes_of(tensors):
     return [t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in tensors]
 
 
+OPERATIONS = every()
 #: The operands and the outputs of each function. Where it has gradients, each output has one, in the same order.
 NAMES = {
-    "rms_norm": (("x", "weight", "bias"), ("out",)),
-    "fused_add_rms_norm": (("x", "residual", "weight", "bias"), ("out", "residual_out")),
-    "layer_norm": (("x", "weight", "bias"), ("out",)),
-    "fused_add_layer_norm": (("x", "residual", "weight", "bias"), ("out", "residual_out")),
-    "modulate": (("y", "scale", "shift"), ("out",)),
-    "rms_norm_add": (("x", "residual", "weight"), ("residual_out",)),
-    "rms_norm_add_rms_norm": (("x", "residual", "weight", "next_weight"), ("out", "residual_out")),
-    "qk_norm_rope": (("q", "k", "q_weight", "k_weight", "cos", "sin"), ("q_out", "k_out")),
-    "gate": (("y", "z"), ("out",)),
-    "silu_and_mul": (("gate", "up"), ("out",)),
-    "gelu_tanh_and_mul": (("gate", "up"), ("out",)),
-    "gelu_and_mul": (("gate", "up"), ("out",)),
-    "gelu": (("z",), ("out",)),
-    "relu2": (("z",), ("out",)),
-    "softcap": (("x",), ("out",)),
-    "rms_norm_gated": (("x", "gate", "weight"), ("out",)),
+    name: (
+        (*one.operands, *(more for more, value in one.sample.items() if isinstance(value, Role))),
+        tuple(result.name for result in one.results),
+    )
+    for name, one in OPERATIONS.items()
+} | {
     "silu_and_mul_quant": (("gate", "up"), ("out", "scale")),
     "fused_add_rms_norm_quant": (("x", "residual", "weight", "scale", "zero_point"), ("out", "scale", "residual_out")),
 }
 
 #: Operands that have no gradients.
-TABLES = ("cos", "sin")
+TABLES = {name for one in OPERATIONS.values() for name, role in one.operands.items() if role in (Role.TABLE, Role.IDS)}
 
 
 def recorded(function, operands, incoming, **flags):
@@ -153,9 +146,11 @@ def incoming_of(function, operands, out_dtype=None, residual_dtype=None):
     generator = torch.Generator().manual_seed(0)
     first = next(iter(operands.values()))
     like = {"residual_out": (operands.get("residual"), residual_dtype), "k_out": (operands.get("k"), None)}
+    roles = {result.name: result.role for result in OPERATIONS[function].results}
     found = []
     for name in NAMES[function][1]:
         rows, dtype = like.get(name, (first, out_dtype))
+        rows = rows[..., 0] if roles[name] is Role.NUMBERS else rows
         normal = torch.randn(rows.shape, generator=generator, dtype=F64, device="cpu")
         found.append(reference.rounded(normal, dtype or rows.dtype).to(rows.device))
     return found

@@ -25,6 +25,7 @@ from fusednorm.conformance.cases import (
     F64,
     INTEGERS,
     NAMES,
+    OPERATIONS,
     Case,
     bytes_of,
     differing,
@@ -364,8 +365,8 @@ def vectors_of_gated():
         fields = {"function": "silu_and_mul_quant", "quantization": str(quantization), "flags": {"between": between}}
         yield _vector(fields, {"gate": gate * 3, "up": up})
     for function, first, second, flags in _stepped_cases():
-        rows = operands(Case(2, 45, first, second))[:2]
-        inputs = {name: t * 4 for name, t in zip(NAMES[function][0], rows, strict=False) if t is not None}
+        x, other, weight = operands(Case(2, 45, first, second or first, F32))
+        inputs = OPERATIONS[function].tensors(x * 4, other * 4, weight)
         d = operands(Case(2, 45, first, seed=1))[0]
         yield _vector({"function": function, "flags": flags}, {**inputs, "d_out": d})
 

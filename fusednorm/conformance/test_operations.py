@@ -16,6 +16,7 @@ from fusednorm.conformance.cases import (
     F32,
     F64,
     NAMES,
+    OPERATIONS,
     Case,
     bytes_of,
     check_call,
@@ -28,11 +29,19 @@ from fusednorm.conformance.cases import (
     weights_of,
 )
 from fusednorm.conformance.test_quantized import PRESETS, scales_given
+from fusednorm.operations.declared import PUBLIC
 
 pytestmark = pytest.mark.promise("same bits")
 
 #: Rows of heads, in two dimensions, and heads of q and of k.
 ROWS, Q, K = (2, 3), 3, 2
+
+#: The library's declared operations, each with the flags of its samples.
+DECLARED = {
+    name: declared.declaration.samples
+    for name, one in OPERATIONS.items()
+    if getattr(fusednorm, name, None) is one.function and (declared := PUBLIC.get(one.function))
+}
 
 ACTIVATIONS = ("silu", "sigmoid", "gelu_tanh", "gelu", "relu2")
 NORM = {"round_norm": (True, False), "weight_offset": (0.0, 1.0)}
@@ -253,25 +262,19 @@ def test_gates_in_steps(mode, agree, dtype):
             agree((out, dboth), (found["out"], wanted), f"in turns, {steps}")
 
 
-@pytest.mark.parametrize("function", ["gelu", "relu2"])
+@pytest.mark.parametrize("function", DECLARED)
 @pytest.mark.left_out("cuda", "triton_ptx", "triton_cpu", but=["gelu", "relu2"])
-def test_functions_alone(mode, agree, function):
-    """Without rows to multiply."""
-    for dtype, out, data, hidden in covering(DTYPES, (None, *DTYPES), ("normal", *DATA), (1, 33, 1030)):
+def test_declared(mode, agree, function):
+    """With the flags of all samples; whole tiles too."""
+    samples, has_dtype = DECLARED[function], "out_dtype" in OPERATIONS[function].defaults
+    results = (None, *DTYPES) if has_dtype else (None,)
+    axes = (DTYPES, results, ("normal", *DATA), (1, 33, 512, 1030), (1.0, 3.0, 60.0), range(len(samples)))
+    for dtype, out, data, hidden, factor, sample in covering(*axes):
         if dtype == F64 or out != F64:
-            z = operands(Case(4, hidden).of(dtype))[0]
-            check_call(agree, function, {"z": z * 3}, data, {"out_dtype": out})
-
-
-@pytest.mark.left_out("cuda", "triton_ptx", "triton", "triton_cpu")
-def test_functions_alone_with_a_cap(mode, agree):
-    """Whole tiles too, and steps that are rounded."""
-    sizes, caps = (1, 33, 512, 1030), (0.7, 30.0)
-    axes = (DTYPES, (None, *DTYPES), ("normal", *DATA), sizes, caps, (False, True))
-    for dtype, out, data, hidden, cap, round_steps in covering(*axes):
-        if dtype == F64 or out != F64:
-            x = operands(Case(4, hidden).of(dtype))[0] * 2 * cap
-            check_call(agree, "softcap", {"x": x}, data, {"out_dtype": out}, cap=cap, round_steps=round_steps)
+            x, other, weight = operands(Case(4, hidden, data=data).of(dtype))
+            given = OPERATIONS[function].tensors(x * factor, other * factor, weight)
+            dtypes = {"out_dtype": out} if has_dtype else {}
+            check_call(agree, function, given, f"{data}, {hidden}", dtypes, **samples[sample])
 
 
 @pytest.mark.left_out("cuda", "triton_ptx", "triton_cpu")
