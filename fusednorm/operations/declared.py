@@ -15,6 +15,7 @@ from fusednorm.torch_ops import dtensor_bridge
 from fusednorm.torch_ops.declared import Operator
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_Results = TypeVar("_Results")
 
 
 class Operation(Operator):
@@ -34,8 +35,8 @@ class Operation(Operator):
         PUBLIC[function] = self
         return function
 
-    def __call__(self, name: str, **arguments: Any) -> Any:
-        """The results of the public function of that name, one or a tuple; see the function for errors.
+    def __call__(self, name: str, **arguments: Any) -> _Results:  # type: ignore[type-var]
+        """The results of the public function of that name, one or a tuple as it says; see the function for errors.
 
         ``arguments``: all operands, the flags that the function has, and the outputs that it takes.
         """
@@ -45,7 +46,7 @@ class Operation(Operator):
         every = (*operands.values(), *given.values())
         listener = must_be_seen.listener(*every)
         if listener is Listener.OVERRIDE:
-            return must_be_seen.handed_over(self.functions[name], every, arguments)
+            return cast(_Results, must_be_seen.handed_over(self.functions[name], every, arguments))
         in_place = name.endswith("_")
         if in_place:
             given = {result.name: operands[result.overwrites or ""] for result in declaration.returned}
@@ -67,7 +68,7 @@ class Operation(Operator):
             found = self.run(*tensors, *flags)
         found = found if isinstance(found, tuple) else (found,)
         results = tuple(dtensor_bridge.written(t, new) for t, new in zip(given.values(), found, strict=False))
-        return results[0] if len(results) == 1 else results
+        return cast(_Results, results[0] if len(results) == 1 else results)
 
     def _check_outputs(
         self,

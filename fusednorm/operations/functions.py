@@ -87,8 +87,7 @@ class _Function(Operation):
             check_flags(Flags(out_dtype=out_dtype), z, None, out, None, x_name=self.operand)
             out_dtype = out.dtype
         arguments = {self.operand: z, "out": out, "out_dtype": out_dtype, **flags}
-        result: Tensor = self(self.activation, **arguments)
-        return result
+        return self(self.activation, **arguments)
 
 
 def _by_formula(d: Tensor, z: Tensor, gating: Gating, needs: list[bool]) -> tuple[Tensor | None]:
