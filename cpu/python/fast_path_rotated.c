@@ -123,42 +123,68 @@ static int are_rows(const struct fn_rotation *r, int64_t length) {
     return 1;
 }
 
-/* The memory of an operand: rows of heads, or all of it as one row. */
-static fn_extent memory_of(const struct given *g, const struct fn_rotation *r, int operand) {
+enum { LEVELS = 6 };
+
+/* The memory of an operand: levels that lead from place to place, the smallest step first. */
+struct memory {
+    uintptr_t begin;
+    int levels;
+    int64_t step[LEVELS], bytes[LEVELS + 1]; /* of all places below each level, and of the whole operand */
+};
+
+/* Returns 0 if the operand has more levels. */
+static int find_memory(const struct given *g, int operand, struct memory *m) {
     const tensor *t = &g->t[operand];
-    const struct fn_operand *o = &g->o[operand];
     const int64_t item = t->dtype.bits / 8;
-    int64_t elements = 1, row = 1;
-    for (int i = 0; i < t->ndim; i++) elements += (t->shape[i] - 1) * t->strides[i];
-    const int of_heads = operand == Q || operand == K || operand == Q_OUT || operand == K_OUT;
-    if (!of_heads || r->inner != r->rows) return (fn_extent){o->kind, o->address, 1, 0, elements * item};
-    for (int i = t->ndim - 2; i < t->ndim; i++) row += (t->shape[i] - 1) * t->strides[i];
-    return (fn_extent){o->kind, o->address, r->rows, o->stride * item, row * item};
+    int64_t size[LEVELS];
+    *m = (struct memory){.begin = g->o[operand].address, .bytes = {item}};
+    for (int i = 0; i < t->ndim; i++) {
+        if (t->shape[i] == 1) continue;
+        if (m->levels == LEVELS) return 0;
+        int at = m->levels++;
+        for (; at > 0 && m->step[at - 1] > t->strides[i] * item; at--) m->step[at] = m->step[at - 1], size[at] = size[at - 1];
+        m->step[at] = t->strides[i] * item, size[at] = t->shape[i];
+    }
+    for (int k = 0; k < m->levels; k++) m->bytes[k + 1] = (size[k] - 1) * m->step[k] + m->bytes[k];
+    return 1;
 }
 
-/* Whether two rows, or two heads of a row, of an output share memory, as far as that is cheap to tell. */
-static int overlaps_itself(const struct given *g, const struct fn_rotation *r, int out) {
-    const tensor *t = &g->t[out];
-    const int64_t size = last_of(t, 1), count = last_of(t, 2), head = t->strides[t->ndim - 2];
-    const int64_t row = (count - 1) * head + size;
-    if (count > 1 && head < size) return 1;
-    if (r->inner > 1 && g->o[out].stride < row) return 1;
-    return r->inner != r->rows && g->o[out].outer_stride < (r->inner - 1) * g->o[out].stride + row;
+/* Whether two elements share memory, as far as that is cheap to tell. */
+static int overlaps_itself(const struct memory *m) {
+    for (int k = 0; k < m->levels; k++)
+        if (m->step[k] < m->bytes[k]) return 1;
+    return 0;
+}
+
+/* Whether so many levels of two operands share no memory, as far as that is cheap to tell, where a begins so far before b. */
+static int are_apart(const struct memory *a, int of_a, const struct memory *b, int of_b, int64_t distance) {
+    if (distance >= a->bytes[of_a] || -distance >= b->bytes[of_b]) return 1;
+    if (!of_a-- || !of_b-- || a->step[of_a] != b->step[of_b]) return 0;
+    const int64_t step = a->step[of_a];
+    if (a->bytes[of_a] > step || b->bytes[of_b] > step) return 0;
+    distance = (distance % step + step) % step; /* as columns of one matrix, which repeat after a step */
+    return are_apart(a, of_a, b, of_b, distance) && are_apart(a, of_a, b, of_b, distance - step);
+}
+
+static int same_elements(const struct given *g, int x, int out) {
+    const tensor *a = &g->t[x], *b = &g->t[out];
+    for (int i = 0; i < a->ndim; i++)
+        if (a->shape[i] != 1 && a->strides[i] != b->strides[i]) return 0;
+    return g->o[x].address == g->o[out].address;
 }
 
 /* Whether what the caller wants written shares memory with another operand, other than exactly what it takes the place of. */
-static int outputs_overlap(const struct given *g, const struct fn_rotation *r) {
+static int outputs_overlap(const struct given *g) {
+    struct memory of[TENSORS];
+    for (int i = Q; i < TENSORS; i++)
+        if (has(g, i) && !find_memory(g, i, &of[i])) return 1;
     for (int out = Q_OUT; out <= K_OUT; out++) {
         if (!has(g, out)) continue;
-        if (overlaps_itself(g, r, out)) return 1;
-        const fn_extent a = memory_of(g, r, out);
-        const int x = out - Q_OUT;
+        if (overlaps_itself(&of[out])) return 1;
         for (int i = Q; i < out; i++) {
-            if (!has(g, i)) continue;
-            const struct fn_operand *o = &g->o[i], *w = &g->o[out];
-            const int same = i == x && o->address == w->address && o->stride == w->stride && o->outer_stride == w->outer_stride &&
-                             g->t[i].strides[g->t[i].ndim - 2] == g->t[out].strides[g->t[out].ndim - 2];
-            if (!same && !fn_apart(a, memory_of(g, r, i))) return 1;
+            if (!has(g, i) || (i == out - Q_OUT && same_elements(g, i, out))) continue;
+            const int64_t distance = (int64_t)(of[i].begin - of[out].begin);
+            if (!are_apart(&of[out], of[out].levels, &of[i], of[i].levels, distance)) return 1;
         }
     }
     return 0;
@@ -255,7 +281,7 @@ PyObject *fn_rotate(PyObject *const *arguments, long devices) {
     output outputs[FN_SETS] = {{.object = NULL}, {.object = NULL}};
     int failed = allocate(arguments, outputs, &g);
     if (!failed) failed = fn_refuses_writes(outputs, FN_SETS);
-    if (!failed) failed = !find_levels(&g, r) || ((outputs[0].given || outputs[1].given) && outputs_overlap(&g, r));
+    if (!failed) failed = !find_levels(&g, r) || ((outputs[0].given || outputs[1].given) && outputs_overlap(&g));
     if (!failed) {
         fill_in(&g, r);
         if (has(&g, POSITIONS) && device == DL_CPU) failed = !are_rows(r, g.t[COS].shape[0]);

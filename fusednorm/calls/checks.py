@@ -434,8 +434,10 @@ def _same_elements(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are the same elements in the same order."""
     if a is b:
         return True
+    if (a.data_ptr(), a.shape, a.dtype) != (b.data_ptr(), b.shape, b.dtype):
+        return False
     strides = [[step for step, size in zip(t.stride(), t.shape, strict=True) if size > 1] for t in (a, b)]
-    return (a.data_ptr(), a.shape, a.dtype) == (b.data_ptr(), b.shape, b.dtype) and strides[0] == strides[1]
+    return strides[0] == strides[1]
 
 
 def usual(operands: tuple[Tensor | None, ...], in_memory: bool = True) -> bool:

@@ -226,17 +226,27 @@ def _extent(levels: Iterable[tuple[int, int]], run: int) -> int:
     return run + sum((size - 1) * stride for stride, size in levels)
 
 
+def _apart(
+    of_a: tuple[tuple[int, int], ...], of_b: tuple[tuple[int, int], ...], runs: tuple[int, int], distance: int
+) -> bool:
+    """Whether such levels surely share no byte, where one memory begins so far before the other."""
+    if distance >= _extent(of_a, runs[0]) or -distance >= _extent(of_b, runs[1]):
+        return True
+    if not of_a or not of_b or of_a[-1][0] != of_b[-1][0]:
+        return False
+    step, a, b = of_a[-1][0], of_a[:-1], of_b[:-1]  # as columns of one matrix, which repeat after so many bytes
+    if max(_extent(a, runs[0]), _extent(b, runs[1])) > step:
+        return False
+    return all(_apart(a, b, runs, place) for place in (distance % step, distance % step - step))
+
+
 def share_memory(a: Memory, b: Memory) -> bool:
     """Whether any element of one tensor lies in the memory of another.
 
     Exact also for rows that interleave, such as two slices of the columns of one matrix.
     """
-    if a.end <= b.begin or b.end <= a.begin:
-        return False
-    if a.levels and b.levels and a.levels[-1][0] == b.levels[-1][0] > 0:
-        step, pieces = a.levels[-1][0], [_extent(memory.levels[:-1], memory.run) for memory in (a, b)]
-        if pieces[0] <= (b.begin - a.begin) % step <= step - pieces[1]:
-            return False  # columns of one matrix: no need to look at every run
+    if _apart(a.levels, b.levels, (a.run, b.run), b.begin - a.begin):
+        return False  # no need to look at every run
     runs, others = a.runs(), b.runs()
     # Of the runs of `a` that begin before one of b ends, the last one reaches furthest.
     last = torch.searchsorted(runs, others + b.run) - 1

@@ -561,10 +561,12 @@ def quantize(x: Tensor, quantizing: Quantizing, norm: Norm | None = None) -> tup
 
     None if several calls must serve them: the backend has no such call, or operands lie otherwise than it can write.
     """
+    scale: Any
     quantization, scale, zero_point, out, scale_out, zero_point_out, normed_out, residual_out = quantizing
     if quantization.scale_dtype is not None:
         found = quantize(x, quantizing._replace(quantization=quantization.in_float32, scale_out=None), norm)
         return found and _with_scales(found, quantizing)
+    of_all = is_given(quantization)
     residual, weight, flags, bias = norm or _NO_NORM
     if norm is None:
         normed_out = residual_out = None
@@ -572,11 +574,11 @@ def quantize(x: Tensor, quantizing: Quantizing, norm: Norm | None = None) -> tup
         flags = check_flags(flags, x, residual, None, residual_out)
     operation = operation_of(x, residual, weight, flags, bias=bias)
     backend = whole_of(operation, Step("quantize", quantization))
-    if backend is None or (is_given(quantization) and cast(Tensor, scale).numel() != 1):  # kernels take one scale
+    if backend is None or (of_all and scale.numel() != 1):  # kernels take one scale
         return None
     given = [t for t in (out, scale_out, zero_point_out, normed_out, residual_out) if t is not None]
     scale_rows = zero_point_rows = None
-    if not is_given(quantization):
+    if not of_all:
         groups = groups_of(quantization, x.shape)
         scale = laid_out(groups, torch.float32, x, quantization) if scale_out is None else scale_out
         zero_point = zero_point_out
@@ -593,8 +595,8 @@ def quantize(x: Tensor, quantizing: Quantizing, norm: Norm | None = None) -> tup
         out, of_out = new_like(x, quantization.dtype), new
     if residual_out is None and residual is not None:
         residual_out, of_total = new_like(residual, operation.residual_out), new
-    results = [out, cast(Tensor, scale)]
-    if zero_point is not None and not is_given(quantization):
+    results = [out, scale]
+    if zero_point is not None and not of_all:
         results.append(zero_point)
     if residual_out is not None:
         results.append(residual_out)
@@ -604,8 +606,8 @@ def quantize(x: Tensor, quantizing: Quantizing, norm: Norm | None = None) -> tup
         before = Forward(x, residual, of_all_heads(weight), normed_out, residual_out, None, operation, *numbers)
         if bias is not None:
             before = before._replace(bias=of_all_heads(bias))
-    if is_given(quantization):
-        scale, zero_point = packed(cast(Tensor, scale)), None if zero_point is None else packed(zero_point)
+    if of_all:
+        scale, zero_point = packed(scale), None if zero_point is None else packed(zero_point)
     call = Quantize(
         x if norm is None else None,
         of_x if norm is None else ABSENT,
@@ -613,7 +615,7 @@ def quantize(x: Tensor, quantizing: Quantizing, norm: Norm | None = None) -> tup
         quantization,
         out,
         of_out,
-        cast(Tensor, scale),
+        scale,
         (*of_scale, _group_stride(scale)),
         zero_point,
         (*of_zero_point, _group_stride(zero_point)),

@@ -225,10 +225,11 @@ def _and_mul(
     return _run(function, operands.names, operands.y, operands.z, gating, out, operands.both, operands.interleaved)
 
 
-def silu_and_mul_unrounded(operands: Operands) -> Tensor:
-    """The products of :func:`silu_and_mul` in float32, of operands that have been checked."""
-    gating = Gating("silu", None, torch.float32, *operands.steps)
-    return _run(gate, {"y": operands.y, "z": operands.z}, operands.y, operands.z, gating, None)
+def silu_and_mul_checked(operands: Operands, between: torch.dtype | None, in_memory: bool) -> Tensor:
+    """The products of :func:`silu_and_mul`, of operands that have been checked; in float32 if ``between`` is that."""
+    y, z = operands.y, operands.z
+    gating = _and_mul_gating("silu", between, z, operands.steps)._replace(out_dtype=between or z.dtype)
+    return execute.gate(y, z, gating) if in_memory else _run(gate, {"y": y, "z": z}, y, z, gating, None)
 
 
 class Operands(NamedTuple):

@@ -28,7 +28,7 @@ from fusednorm.calls.quantization import Quantization, computed_by, groups_of, i
 from fusednorm.engine import execute
 from fusednorm.engine.execute import Norm, Quantizing
 from fusednorm.operations.functions import relu2
-from fusednorm.operations.gate import STEPS, checked_operands, silu_and_mul, silu_and_mul_unrounded
+from fusednorm.operations.gate import STEPS, checked_operands, silu_and_mul_checked
 from fusednorm.operations.layer_norm import fused_add_layer_norm, layer_norm
 from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
 from fusednorm.reference import norm as reference
@@ -349,7 +349,7 @@ def silu_and_mul_quant(
     if (found := call.in_one_operator()) is not None:
         return found
     if rows is None:
-        rows = silu_and_mul_unrounded(operands) if between else silu_and_mul(gate, up, **steps)
+        rows = silu_and_mul_checked(operands, between, call.in_memory)
     return call.of_rows(rows)
 
 
@@ -462,8 +462,10 @@ class _Call:
 
     def in_one_operator(self) -> tuple[Tensor, ...] | None:
         """The results of the operator that is all of the function: ``inference.py``; None where others are called."""
-        (quantization, scale, zero_point, *_), normed_out = self.quantizing, self.quantizing.normed_out
-        if self.in_memory or normed_out is not None or not must_be_seen.in_one_operator(*self.operands):
+        if self.in_memory or not must_be_seen.in_one_operator(*self.operands):
+            return None
+        quantization, scale, zero_point, *_, normed_out, _ = self.quantizing
+        if normed_out is not None:
             return None
         given = {"quantization": str(quantization), "scale": scale, "zero_point": zero_point}
         found = dtensor_bridge.in_one_operator(self.function.__name__, {**self.inputs, **self.flags, **given})
@@ -474,8 +476,8 @@ class _Call:
         if self.listener is Listener.OVERRIDE:
             return self.handed_over()
         x, residual, weight = self.inputs["x"], self.inputs.get("residual"), self.inputs["weight"]
-        residual_out, between = self.quantizing.residual_out, self.flags["between"]
-        center, bias = "bias" in self.inputs, self.inputs.get("bias")
+        residual_out, flags = self.quantizing.residual_out, dict(self.flags)
+        between, center, bias = flags.pop("between"), "bias" in self.inputs, self.inputs.get("bias")
         check_operands(x, residual, None if center else weight, None, residual_out, in_memory=self.in_memory)
         if center:
             check_affine(x, weight, bias, in_memory=self.in_memory)
@@ -483,7 +485,6 @@ class _Call:
         self.check(x)
         if (found := self.in_one_operator()) is not None:
             return found
-        flags = {name: value for name, value in self.flags.items() if name != "between"}
         if self.in_memory and (between is None or self.quantizing.normed_out is None):
             norm = Norm(residual, weight, Flags(out_dtype=between, center=center, **flags), bias)
             if (found := execute.quantize(x, self.quantizing, norm)) is not None:
