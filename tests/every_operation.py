@@ -212,6 +212,7 @@ for operation in dict.fromkeys(PUBLIC.values()):
         if len(needed) < len(operands):
             MORE[f"{name} without optional operands"] = (function, needed)
     given = {name: F32 if default in (torch.dtype, None) else default for name, default in declaration.flags.items()}
+    given = {name: declaration.defaults[name] if value in (float, int) else value for name, value in given.items()}
     of_operators = {declaration.name: operands | given}
     if declaration.gradient is not None:
         given = {name: given[name] for name in declaration.gradient_flags}

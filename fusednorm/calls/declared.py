@@ -44,9 +44,19 @@ class Role(Enum):
     NUMBERS = "numbers"
     #: [...], int32 or int64: for each row the place of one of its elements. It has no gradient.
     IDS = "ids"
+    #: [...] or [..., K], int32 or int64: for each row the places of one or of K of its elements. It has no gradient.
+    CHOSEN = "chosen"
+    #: The shape of the operand before: a number for each of these places.
+    OF_CHOSEN = "of chosen"
+    #: [...]: a number for each row, which has no gradient.
+    SETTINGS = "settings"
     #: [..., K], where the first operand is [..., H, N]: numbers for each row of heads. It has no gradient, and the
     #: operation's own check says what else it must be.
     TABLE = "table"
+
+
+#: The roles of operands that have no gradient.
+CONSTANT = (Role.IDS, Role.CHOSEN, Role.SETTINGS, Role.TABLE)
 
 
 class Operand(NamedTuple):
@@ -71,6 +81,8 @@ class Result(NamedTuple):
     overwrites: str | None = None
     #: Whether it is kept for the gradients, and not returned. It has the accumulator type.
     kept: bool = False
+    #: Whether it has the accumulator type.
+    wide: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +94,8 @@ class Declaration:
     #: The specification, in torch's operations: (*operands, *flags) -> a tuple with a tensor for each result.
     formula: Callable[..., tuple[Tensor, ...]]
     results: tuple[Result, ...] = (Result(),)
-    #: Default values by name. The default ``torch.dtype`` stands for a dtype that must be given; None is one too.
+    #: Default values by name. The default ``torch.dtype`` stands for a dtype that must be given, None for one that may
+    #: be; the types ``float`` and ``int`` stand for a number or None, which is the default.
     flags: Mapping[str, Any] = field(default_factory=dict)
     #: (incoming gradients, *operands, *kept, flags, needs) -> a gradient or None for each operand but ids, in torch's
     #: operations, linear in the incoming gradients. Its parameters have the names of the gradients' operator; it has
@@ -121,18 +134,23 @@ class Declaration:
     @property
     def places(self) -> list[int]:
         """The places of the operands that have gradients."""
-        return [place for place, operand in enumerate(self.operands) if operand.role not in (Role.IDS, Role.TABLE)]
+        return [place for place, operand in enumerate(self.operands) if operand.role not in CONSTANT]
 
     @property
     def with_gradient(self) -> tuple[Operand, ...]:
         """The operands that have gradients."""
         return tuple(self.operands[place] for place in self.places)
 
+    @functools.cached_property
+    def defaults(self) -> dict[str, Any]:
+        """The values of flags that are not given."""
+        return {flag: None if value in (float, int) else value for flag, value in self.flags.items()}
+
     @property
     def schema(self) -> str:
         """The schema of the operator."""
         flags = list(map(self._in_schema, self.flags))
-        values = [*self.flags.values()]
+        values = [*self.defaults.values()]
         # Those that came after one that must be given.
         later = len(values) - values[::-1].index(torch.dtype) if torch.dtype in values else len(values)
         for place, default in reversed([*enumerate(values)]):
@@ -177,8 +195,11 @@ class Declaration:
 
     def _in_schema(self, flag: str) -> str:
         types = {float: "float", int: "int", bool: "bool", str: "str", type(None): "ScalarType?", type: "ScalarType"}
+        default = self.flags[flag]
+        if default in (float, int):
+            return f"{types[default]}? {flag}"
         # A compiler makes a constant of a float, and the eps of l2_norm follows the hidden size.
-        return f"{'Scalar' if flag == 'eps' else types[type(self.flags[flag])]} {flag}"
+        return f"{'Scalar' if flag == 'eps' else types[type(default)]} {flag}"
 
     def roles(self) -> dict[str, Role]:
         """The role of each tensor of both operators, by name."""
@@ -206,16 +227,20 @@ class Declaration:
         samples: list[int] = [operands[0].ndim + 1 - t.ndim for t in of_samples if t is not None]
         return max(self.joined, 2 * any(w is not None and w.ndim == 2 for w in weights), *samples)
 
-    def shape(self, role: Role, rows: Tensor) -> torch.Size:
-        """The shape of what has this role, beside the first operand; of a weight that of one for all rows."""
-        shapes = {Role.ROWS: rows.shape, Role.WEIGHT: rows.shape[-1:]}
-        return shapes.get(role, rows.shape[:-1])
+    def shape(self, role: Role, operands: Sequence[Any]) -> torch.Size:
+        """The shape of what has this role, beside these operands; of a weight that of one for all rows."""
+        rows = operands[0].shape
+        if role is Role.OF_CHOSEN:
+            chosen = next(t for t, one in zip(operands, self.operands, strict=True) if one.role is Role.CHOSEN)
+            return torch.Size(chosen.shape)
+        shapes = {Role.ROWS: rows, Role.WEIGHT: rows[-1:]}
+        return torch.Size(shapes.get(role, rows[:-1]))
 
     def dtype(self, result: Result, operands: Sequence[Any], flags: Sequence[Any]) -> torch.dtype:
         """The dtype of a result."""
         names = [operand.name for operand in self.operands]
         of_like: torch.dtype = operands[0 if result.like is None else names.index(result.like)].dtype
-        if result.kept:
+        if result.kept or result.wide:
             return accumulator(of_like)
         asked = None if result.dtype is None else dict(zip(self.flags, flags, strict=False)).get(result.dtype)
         return of_like if asked is None else asked
@@ -234,16 +259,18 @@ class Declaration:
 
     def named(self, flags: Sequence[Any]) -> dict[str, Any]:
         """All flags by name. torch leaves out the last ones that an operator's schema has defaults for."""
-        return {**self.flags, **dict(zip(self.flags, flags, strict=False))}
+        return {**self.defaults, **dict(zip(self.flags, flags, strict=False))}
 
     def check_tensors(self, tensors: Mapping[str, Tensor | None], in_memory: bool) -> None:
         """Checks operands, and what goes with them to the gradients' operator, by name."""
-        rows_name, rows = self.decider([tensors[operand.name] for operand in self.operands])
+        operands = [tensors[operand.name] for operand in self.operands]
+        rows_name, rows = self.decider(operands)
         roles, optional = self.roles(), {operand.name for operand in self.operands if operand.optional}
         for name in sorted(tensors, key=rows_name.__ne__):  # the one that decides comes first
             tensor = tensors[name]
             if isinstance(tensor, Tensor):
-                check_role(name, roles[name], tensor, rows, rows_name, in_memory)
+                shape = self.shape(roles[name], operands)
+                check_role(name, roles[name], tensor, list(shape), rows, rows_name, in_memory)
             elif tensor is not None or name not in optional:
                 refuse_type(name, tensor)
 
@@ -261,8 +288,10 @@ def _tensors(count: int) -> str:
     return "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
 
 
-def check_role(name: str, role: Role, tensor: Tensor, rows: Any, rows_name: str, in_memory: bool) -> None:
-    """That an operand has its role beside the operand that decides."""
+def check_role(
+    name: str, role: Role, tensor: Tensor, shape: list[int], rows: Any, rows_name: str, in_memory: bool
+) -> None:
+    """That an operand has its role beside the operand that decides, and the shape of that role."""
     if tensor is rows and name == rows_name:
         check_operands(tensor, None, None, None, None, in_memory=in_memory, x_name=name)
     elif role is Role.ROWS:
@@ -274,14 +303,18 @@ def check_role(name: str, role: Role, tensor: Tensor, rows: Any, rows_name: str,
     elif role is not Role.TABLE:
         check_dense(name, tensor, f"{name}.to_dense() makes one")
         check_device(name, tensor, rows, rows_name)
-        if role is Role.IDS and tensor.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"{name} must be int32 or int64, got {str(tensor.dtype)[6:]}; convert it")
-        if role is Role.NUMBERS:
+        if role in (Role.IDS, Role.CHOSEN):
+            if tensor.dtype not in (torch.int32, torch.int64):
+                raise TypeError(f"{name} must be int32 or int64, got {str(tensor.dtype)[6:]}; convert it")
+        else:
             check_dtype(f"the dtype of {name}", tensor.dtype, rows, rows_name, f"convert it, as by {name}.float()")
-        if tensor.shape != rows.shape[:-1]:
+        several = role is Role.CHOSEN and tensor.dim() == len(shape) + 1
+        if list(tensor.shape[:-1] if several else tensor.shape) != shape:
+            whose = "each id" if role is Role.OF_CHOSEN else f"each row of {rows_name}"
+            more = ", or [..., K] for K of them" if role is Role.CHOSEN else ""
             raise ValueError(
-                f"{name} must have shape {list(rows.shape[:-1])}, a number for each row of {rows_name}, got "
-                f"{list(tensor.shape)}; pass one for each row"
+                f"{name} must have shape {shape}, a number for {whose}{more}, got {list(tensor.shape)}; pass one for "
+                f"{whose.removesuffix(f' of {rows_name}')}"
             )
         if in_memory:
             check_memory(name, tensor)
@@ -289,13 +322,16 @@ def check_role(name: str, role: Role, tensor: Tensor, rows: Any, rows_name: str,
 
 def _checked_flag(name: str, default: Any, value: Any, rows: Any, rows_name: str) -> Any:
     """A flag of its default's type."""
-    if type(default) is float:
-        return number(name, value)
+    if type(default) is float or default is float:
+        return None if value is None and default is float else number(name, value)
     if type(default) is bool:
         check_flag(name, value)
     elif default is None or default is torch.dtype:
         if value is not None or default is not None:
             check_dtype(name, value, rows, rows_name, "" if default is not None else "leave it out for the default")
+    elif default is int:
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | torch.SymInt)):
+            raise TypeError(f"{name} must be int or None, got {value!r}; leave it out for None")
     elif not isinstance(value, type(default)) and not isinstance(value, torch.SymInt):
         kind = type(default).__name__
         raise TypeError(f"{name} must be {kind}, got {value!r}; leave it out for {default!r}")

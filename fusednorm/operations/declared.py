@@ -52,7 +52,7 @@ class Operation(Operator):
             given = {result.name: operands[result.overwrites or ""] for result in declaration.returned}
         outputs = tuple(t for t in given.values() if t is not None)
         tensors, seen = tuple(operands.values()), listener is Listener.DISPATCHER
-        flags = tuple(arguments.get(flag, default) for flag, default in declaration.flags.items())
+        flags = tuple(arguments.get(flag, default) for flag, default in declaration.defaults.items())
         if not (is_dynamo_compiling() or listener is Listener.TRANSFORM):
             flags = declaration.checked(tensors, flags, in_memory=not seen)
         records = is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
@@ -84,10 +84,8 @@ class Operation(Operator):
         for result in declaration.returned:
             tensor = given[result.name]
             name = (result.overwrites or "") if in_place else result.name
-            shape, dtype = (
-                declaration.shape(result.role, cast(Tensor, rows)),
-                declaration.dtype(result, [*operands.values()], flags),
-            )
+            shape = declaration.shape(result.role, [*operands.values()])
+            dtype = declaration.dtype(result, [*operands.values()], flags)
             check_output(name, tensor, list(shape), dtype, cast(Tensor, rows), rows_name)
             called[name] = tensor
         if apart:

@@ -258,9 +258,9 @@ def _zeros(
     declaration: Declaration, results: Sequence[Result], operands: Sequence[Any], flags: Sequence[Any]
 ) -> list[Tensor]:
     """Tensors like the results."""
-    rows, dtype = operands[0], declaration.dtype
+    rows, shape, dtype = operands[0], declaration.shape, declaration.dtype
     return [
-        rows.new_zeros(declaration.shape(result.role, rows), dtype=dtype(result, operands, flags)) for result in results
+        rows.new_zeros(shape(result.role, operands), dtype=dtype(result, operands, flags)) for result in results
     ]
 
 

@@ -218,7 +218,7 @@ def _formula_of_declared(function: Callable[..., Any]) -> Callable[..., Any] | N
         *inputs, weight, eps = given
         taken = iter(inputs)
         operands = [weight if operand.role is Role.WEIGHT else next(taken) for operand in declaration.operands]
-        flags = {**declaration.flags, **declaration.samples[0]}
+        flags = {**declaration.defaults, **declaration.samples[0]}
         flags |= {"eps": eps} if "eps" in flags else {}
         return declaration.formula(*operands, *flags.values())[: len(declaration.returned)]
 
