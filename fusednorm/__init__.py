@@ -47,6 +47,12 @@ from fusednorm.operations.layer_norm import (
     layer_norm,
     layer_norm_,
 )
+from fusednorm.operations.log_prob import (
+    log_softmax,
+    logsumexp,
+    selected_log_prob,
+    selected_log_prob_and_entropy,
+)
 from fusednorm.operations.modulate import modulate
 from fusednorm.operations.modules import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm, RMSNormGated
 from fusednorm.operations.norm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
@@ -110,6 +116,8 @@ __all__ = [
     "layer_norm",
     "layer_norm_",
     "layer_norm_quant",
+    "log_softmax",
+    "logsumexp",
     "modulate",
     "prewarm",
     "qk_norm_rope",
@@ -129,6 +137,8 @@ __all__ = [
     "rms_norm_gated_",
     "rms_norm_quant",
     "rotate",
+    "selected_log_prob",
+    "selected_log_prob_and_entropy",
     "silu_and_mul",
     "silu_and_mul_quant",
     "softcap",

@@ -162,11 +162,13 @@ OPERATORS = {
 
 def of_role(role, count):
     """A tensor of 4 rows of 6 with this role; of several operands each has its own numbers."""
-    if role is Role.IDS:
+    if role in (Role.IDS, Role.CHOSEN):
         return torch.arange(4) + count
     rows = (X, Z, D)[count % 3]
-    of_rows = {Role.ROWS: rows, Role.SAMPLES: rows, Role.WEIGHT: (WEIGHT, BIAS)[count % 2], Role.NUMBERS: rows[:, 0]}
-    return of_rows[role].clone()
+    if role is Role.SETTINGS:
+        return rows[:, 0].abs() + 1
+    whole = {Role.ROWS: rows, Role.SAMPLES: rows, Role.WEIGHT: (WEIGHT, BIAS)[count % 2]}
+    return whole.get(role, rows[:, 0]).clone()
 
 
 def right(name, operands, roles, first="x"):

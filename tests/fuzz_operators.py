@@ -151,13 +151,15 @@ class Call:
             case Role.WEIGHT:
                 of_heads = self.name.startswith("affine") and random.random() < 0.4
                 return self.operand(self.shape[-2:] if of_heads else self.shape[-1:], absent=absent)
-            case Role.NUMBERS:
+            case Role.NUMBERS | Role.SETTINGS:
                 return self.operand(self.shape[:-1], self.wide)
             case Role.TABLE:
                 width = self.shape[-1] if self.wrong and random.random() < 0.1 else self.pairs
                 return self.operand((*self.shape[:-1], width), torch.float32)
-            case Role.IDS:
+            case Role.IDS | Role.CHOSEN:
                 return torch.zeros(self.shape[:-1], dtype=torch.int64)
+            case Role.OF_CHOSEN:
+                return self.operand(self.shape[:-1], self.wide)
         dtype = self.dtype if name in ("x", "y", "n") else None
         return self.operand(rows if self.name == "rotate" else None, dtype, absent)
 

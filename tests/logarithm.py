@@ -11,7 +11,6 @@ import mpmath
 from exponential import float32
 
 
-
 def exact(z):
     """The polynomial's value: (log((1 + s) / (1 - s)) / s - 2) / z."""
     s = mpmath.sqrt(z)

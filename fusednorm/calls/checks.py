@@ -188,17 +188,16 @@ def check_gate_steps(steps: GateSteps, activation: str) -> None:
         raise ValueError(f"activation must be 'silu' with limit, alpha, up_offset or round_steps, got {activation!r}")
 
 
-def check_cap(cap: object, z: Tensor) -> None:
+def check_cap(cap: object, z: Tensor, name: str = "cap", cure: str = "without a cap, leave out the call") -> None:
     """The cap of a softcap: a normal number of the type in which it is computed."""
-    given = number("cap", cap)
+    given = number(name, cap)
     if isinstance(given, torch.SymFloat | torch.SymInt):
         return
     wide = accumulator(z.dtype)
     bounds = torch.finfo(wide)
     if not bounds.smallest_normal <= given <= bounds.max:
         raise ValueError(
-            f"cap must be finite and greater than 0, and a normal number of {str(wide)[6:]}, got {cap!r}; "
-            "without a cap, leave out the call"
+            f"{name} must be finite and greater than 0, and a normal number of {str(wide)[6:]}, got {cap!r}; {cure}"
         )
 
 

@@ -104,7 +104,9 @@ def _tensors(role: Role, heads: bool, x: Tensor, other: Tensor, weight: Tensor |
             return (weight[:size], weight[-size:]) if heads and weight is not None else (weight, weight)
         case Role.NUMBERS:
             return (other[:, 0],) * 2
-        case Role.IDS:
+        case Role.SETTINGS:
+            return (other.detach()[:, 0].abs() + 1,) * 2
+        case Role.IDS | Role.CHOSEN:
             return (torch.arange(len(x), device=x.device) % x.shape[-1],) * 2
     return other.detach()[:, :size].chunk(2, -1)
 

@@ -131,7 +131,7 @@ TANGENTS = {
 }
 
 
-def _polynomial(x: Tensor, square: Tensor, coefficients: Sequence[float]) -> Tensor:
+def polynomial(x: Tensor, square: Tensor, coefficients: Sequence[float]) -> Tensor:
     """A polynomial of x, its coefficients from the constant on: Horner's rule for pairs of terms."""
     pairs = [x * odd + even for even, odd in zip(coefficients[::2], coefficients[1::2], strict=False)]
     p: Any = coefficients[-1] if len(coefficients) % 2 else pairs.pop()
@@ -148,7 +148,7 @@ def _exponential(t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     k = shifted - scheme.rounder
     r = (t - k * scheme.ln2_high) - k * scheme.ln2_low
     square = r * r
-    p = _polynomial(r, square, scheme.coefficients) * square + r + 1
+    p = polynomial(r, square, scheme.coefficients) * square + r + 1
     whole = shifted.view(scheme.whole) - torch.full_like(shifted, scheme.rounder).view(scheme.whole) + 2 * scheme.bias
     half = whole >> 1
     first, second = ((part << scheme.mantissa).view(t.dtype) for part in (half, whole - half))
@@ -216,7 +216,7 @@ def _gelu(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     square = a * a
     outside, e = a > normal.reach, exponential(square * -0.5)
     # Phi(-a) / e
-    q = _polynomial(a, square, normal.numerator) / _polynomial(a, square, normal.denominator)
+    q = polynomial(a, square, normal.numerator) / polynomial(a, square, normal.denominator)
     tail = torch.where(outside, 0, a * q * e)
     slope = torch.where(outside, 0, (q - a * normal.density) * e)
     below = z < 0
@@ -259,7 +259,7 @@ def _tanh(x: Tensor) -> Tensor:
     """tanh(x) in the accumulator type."""
     scheme, a = TANGENTS[x.dtype], x.abs()
     t = a * a
-    low = _polynomial(t, t * t, scheme.tangent) * t * a + a
+    low = polynomial(t, t * t, scheme.tangent) * t * a + a
     high = 1 - 2 / (exponential(2 * within(a, 0, scheme.flat)) + 1)
     return torch.copysign(torch.where(a < 0.75, low, high), x)
 

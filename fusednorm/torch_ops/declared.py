@@ -259,9 +259,7 @@ def _zeros(
 ) -> list[Tensor]:
     """Tensors like the results."""
     rows, shape, dtype = operands[0], declaration.shape, declaration.dtype
-    return [
-        rows.new_zeros(shape(result.role, operands), dtype=dtype(result, operands, flags)) for result in results
-    ]
+    return [rows.new_zeros(shape(result.role, operands), dtype=dtype(result, operands, flags)) for result in results]
 
 
 def _new(found: Sequence[Tensor], operands: Sequence[Any]) -> tuple[Tensor, ...]:

@@ -144,10 +144,11 @@ class Bench:
         generator = torch.Generator().manual_seed(0)
 
         def of_role(role: Role) -> Tensor:
-            if role is Role.IDS:
+            if role in (Role.IDS, Role.CHOSEN):
                 return torch.randint(cell.hidden_size, (cell.rows,), generator=generator)
-            shape = (cell.rows,) if role is Role.NUMBERS else (cell.rows, cell.hidden_size)
-            return torch.randn(shape, generator=generator).to(getattr(torch, cell.dtype))
+            shape = (cell.rows, cell.hidden_size) if role is Role.ROWS else (cell.rows,)
+            numbers = torch.randn(shape, generator=generator).to(getattr(torch, cell.dtype))
+            return numbers.abs() + 1 if role is Role.SETTINGS else numbers
 
         gradients = [Role.ROWS] * GRADIENTS[cell.op][1] if cell.backward else ()
         return [of_role(role).to(self.device) for role in gradients or cell.measured.inputs.values()]

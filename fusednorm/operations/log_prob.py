@@ -1,0 +1,274 @@
+"""Log-probabilities: the last step of a language model (docs/spec.md, section 11)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusednorm.calls.call import accumulator
+from fusednorm.calls.checks import check_cap, number, refuse_type
+from fusednorm.calls.declared import Declaration, Operand, Result, Role
+from fusednorm.operations.declared import Operation
+from fusednorm.reference import log_prob as reference
+
+#: The greatest number and the sum of exponentials of each row, which gradients take.
+_SUMS = (Result("m", Role.NUMBERS, kept=True), Result("s", Role.NUMBERS, kept=True))
+_LOG_PROB = Result("out", Role.OF_CHOSEN, wide=True)
+_SELECTING: dict[str, Any] = {
+    "operands": (
+        Operand("logits"),
+        Operand("ids", Role.CHOSEN),
+        Operand("temperature", Role.SETTINGS, optional=True),
+    ),
+    "flags": {"softcap": float, "ignore_index": int},
+    "samples": ({}, {"softcap": 2.5, "ignore_index": 1}),
+    "refused": (
+        ({"softcap": "2"}, TypeError, "softcap must be a number"),
+        ({"softcap": 0.0}, ValueError, "softcap must be finite and greater than 0"),
+        ({"ignore_index": 1.5}, TypeError, "ignore_index must be int or None"),
+    ),
+}
+
+
+def _check_softcap(logits: Tensor, *_: Any, softcap: float | None, **__: Any) -> None:
+    if softcap is not None:
+        check_cap(softcap, logits, "softcap", "leave it out for none")
+
+
+def _check_ids(logits: Tensor, ids: Tensor, ignore_index: int | None) -> None:
+    """That each id in a CPU's memory has an element, unless it is ignored; a GPU would have to be waited for."""
+    if ids.device.type != "cpu":
+        return
+    size = logits.shape[-1]
+    outside = (ids < 0) | (ids >= size)
+    if ignore_index is not None:
+        outside &= ids != ignore_index
+    if outside.any():
+        cure = "" if ignore_index is None else f" or ignore_index={ignore_index}"
+        raise IndexError(
+            f"ids must be from 0 to {size - 1}, the places in a row of logits{cure}, got {int(ids[outside][0])}; "
+            "pass ignore_index for an id that is to be ignored"
+        )
+
+
+def _selected(
+    logits: Tensor, ids: Tensor, temperature: Tensor | None, softcap: float | None, ignore_index: int | None
+) -> tuple[Tensor, ...]:
+    return reference.selected(logits, ids, temperature, softcap, ignore_index, entropy=False)
+
+
+def _selected_gradient(
+    d: Tensor,
+    logits: Tensor,
+    ids: Tensor,
+    temperature: Tensor | None,
+    m: Tensor,
+    s: Tensor,
+    softcap: float | None,
+    ignore_index: int | None,
+    needs: list[bool],
+) -> tuple[Tensor | None]:
+    if not needs[0]:
+        return (None,)
+    return (reference.selected_gradient(d, None, logits, ids, temperature, m, s, None, softcap, ignore_index),)
+
+
+def _with_entropy(
+    logits: Tensor, ids: Tensor, temperature: Tensor | None, softcap: float | None, ignore_index: int | None
+) -> tuple[Tensor, ...]:
+    lp, entropy, m, s = reference.selected(logits, ids, temperature, softcap, ignore_index, entropy=True)
+    return lp, entropy, m, s, entropy
+
+
+def _with_entropy_gradient(
+    d: Tensor,
+    d_entropy: Tensor,
+    logits: Tensor,
+    ids: Tensor,
+    temperature: Tensor | None,
+    m: Tensor,
+    s: Tensor,
+    entropy: Tensor,
+    softcap: float | None,
+    ignore_index: int | None,
+    needs: list[bool],
+) -> tuple[Tensor | None]:
+    if not needs[0]:
+        return (None,)
+    how = (softcap, ignore_index)
+    return (reference.selected_gradient(d, d_entropy, logits, ids, temperature, m, s, entropy, *how),)
+
+
+class _Selecting(Operation):
+    """An operation with ids, which are looked at where they lie in a CPU's memory."""
+
+    def __init__(self, declaration: Declaration) -> None:
+        def run(*arguments: Any) -> tuple[Tensor, ...]:
+            logits, ids, *_, ignore_index = arguments
+            _check_ids(logits, ids, ignore_index)
+            return declaration.formula(*arguments)
+
+        super().__init__(declaration, run)
+
+
+_LOG_SOFTMAX = Operation(
+    Declaration(
+        "log_softmax",
+        operands=(Operand("logits"),),
+        results=(Result(dtype="out_dtype", overwrites="logits"), *_SUMS),
+        flags={"out_dtype": None},
+        formula=reference.log_softmax,
+        gradient=reference.log_softmax_gradient,
+    )
+)
+_LOGSUMEXP = Operation(
+    Declaration(
+        "logsumexp",
+        operands=(Operand("logits"),),
+        results=(Result(role=Role.NUMBERS, wide=True), *_SUMS),
+        formula=reference.logsumexp,
+        gradient=reference.logsumexp_gradient,
+    )
+)
+_SELECTED = _Selecting(
+    Declaration(
+        "selected_log_prob",
+        results=(_LOG_PROB, *_SUMS),
+        formula=_selected,
+        gradient=_selected_gradient,
+        check=_check_softcap,
+        **_SELECTING,
+    )
+)
+_WITH_ENTROPY = _Selecting(
+    Declaration(
+        "selected_log_prob_and_entropy",
+        results=(
+            _LOG_PROB,
+            Result("entropy_out", Role.NUMBERS, wide=True),
+            *_SUMS,
+            Result("entropy", Role.NUMBERS, kept=True),
+        ),
+        formula=_with_entropy,
+        gradient=_with_entropy_gradient,
+        check=_check_softcap,
+        **_SELECTING,
+    )
+)
+
+
+def _of_rows(logits: Tensor, temperature: float | Tensor | None) -> Tensor | None:
+    """A temperature for each row of logits."""
+    if temperature is None or isinstance(temperature, Tensor):
+        return temperature
+    if not isinstance(logits, Tensor):
+        refuse_type("logits", logits)
+    value = number("temperature", temperature)
+    if isinstance(value, float) and not 0 < value < math.inf:
+        raise ValueError(f"temperature must be finite and greater than 0, got {temperature!r}; leave it out for 1")
+    return logits.new_full(logits.shape[:-1], value, dtype=accumulator(logits.dtype))
+
+
+@_LOG_SOFTMAX.public
+def log_softmax(logits: Tensor, *, out: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+    """The logarithm of the softmax of each row, in float32 (float64 for float64 logits), rounded once.
+
+    docs/spec.md, section 11: sums in the order of the norms, with an exponential and a logarithm that have the same
+    bits on every backend.
+
+    Args:
+        logits: [..., N], float16, bfloat16, float32 or float64, any strides.
+        out: [..., N] to write to, in the dtype of the result. May be logits itself.
+        out_dtype: the dtype of the result; that of logits if None.
+
+    Returns:
+        [..., N], in the dtype of logits or ``out_dtype``; ``out`` if given.
+
+    Raises:
+        TypeError: an operand is no tensor, or of a dtype that does not fit.
+        ValueError: shapes, devices or memory do not fit.
+        RuntimeError: ``out`` is given and logits requires grad.
+    """
+    result: Tensor = _LOG_SOFTMAX("log_softmax", logits=logits, out=out, out_dtype=out_dtype)
+    return result
+
+
+@_LOGSUMEXP.public
+def logsumexp(logits: Tensor) -> Tensor:
+    """The logarithm of the sum of exponentials of each row; otherwise as :func:`log_softmax`.
+
+    Returns:
+        [...], float32, or float64 for float64 logits.
+    """
+    result: Tensor = _LOGSUMEXP("logsumexp", logits=logits)
+    return result
+
+
+@_SELECTED.public
+def selected_log_prob(
+    logits: Tensor,
+    ids: Tensor,
+    *,
+    softcap: float | None = None,
+    temperature: float | Tensor | None = None,
+    ignore_index: int | None = None,
+) -> Tensor:
+    """The log-probability of an id in each row: the bits of ``log_softmax(logits.float()).gather(-1, ids)``.
+
+    docs/spec.md, section 11. Nothing of the size of logits is made, but their gradient. ``gather - logsumexp``, as some
+    libraries have it, has other bits.
+
+    Args:
+        logits: [..., N], float16, bfloat16, float32 or float64, any strides.
+        ids: [...], or [..., K] for several of each row, int32 or int64, from 0 to N - 1.
+        softcap: logits are first replaced by :func:`softcap` of them, of their dtype, with this cap; None: they are not.
+        temperature: logits are then divided by it: a number greater than 0, or [...] with one for each row, of any dtype
+            of logits (float64 only for float64 logits). It has no gradient.
+        ignore_index: rows with this id have 0, whatever their logits are, and pass back 0; None: there is no such id.
+
+    Returns:
+        The shape of ids, float32, or float64 for float64 logits.
+
+    Raises:
+        IndexError: an id has no element, on a CPU; on a GPU its log-probability is NaN.
+        TypeError: an operand is no tensor, or of a dtype that does not fit.
+        ValueError: shapes, devices, memory or numbers do not fit.
+    """
+    found: Tensor = _SELECTED(
+        "selected_log_prob",
+        logits=logits,
+        ids=ids,
+        temperature=_of_rows(logits, temperature),
+        softcap=softcap,
+        ignore_index=ignore_index,
+    )
+    return found
+
+
+@_WITH_ENTROPY.public
+def selected_log_prob_and_entropy(
+    logits: Tensor,
+    ids: Tensor,
+    *,
+    softcap: float | None = None,
+    temperature: float | Tensor | None = None,
+    ignore_index: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`selected_log_prob`, with its arguments, and the entropy of the softmax of each row.
+
+    Returns:
+        The log-probabilities, and [...], the entropies, which are 0 in rows all of whose ids are ignored. Both are
+        float32, or float64 for float64 logits.
+    """
+    found: tuple[Tensor, Tensor] = _WITH_ENTROPY(
+        "selected_log_prob_and_entropy",
+        logits=logits,
+        ids=ids,
+        temperature=_of_rows(logits, temperature),
+        softcap=softcap,
+        ignore_index=ignore_index,
+    )
+    return found

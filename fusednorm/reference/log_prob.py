@@ -1,0 +1,330 @@
+"""Log-probabilities in plain torch operations: docs/spec.md, section 11. Every backend must return these bits.
+
+``tests/logarithm.py`` computes the constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from fusednorm.calls.call import accumulator
+from fusednorm.calls.forward_mode import outer_levels, primals
+from fusednorm.reference import activations
+from fusednorm.reference.activations import SCHEMES, polynomial
+from fusednorm.reference.norm import in_order, rounded, treesum
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Logarithm(NamedTuple):
+    """The constants of the logarithm for one type, beside those of the exponential."""
+
+    #: The bits of the square root of 1/2, from which on a mantissa is taken.
+    root: int
+    #: Of a polynomial of the square of f / (2 + f).
+    coefficients: tuple[float, ...]
+
+
+LOGARITHMS = {
+    torch.float32: Logarithm(0x3F3504F3, (0.6666668653488159, 0.3998878002166748, 0.29579949378967285)),
+    torch.float64: Logarithm(
+        0x3FE6A09E667F3BCD,
+        (
+            *(0.666666666666667, 0.39999999999899505, 0.28571428625975487, 0.2222221113479508),
+            *(0.18182889125261723, 0.15331721600556042, 0.14616449685043406),
+        ),
+    ),
+}
+
+#: Rows are taken in blocks of about so many elements, so that no second tensor of all rows is made.
+BLOCK = 1 << 20
+
+
+def logarithm(x: Tensor) -> Tensor:
+    """log(x) in the accumulator type, for x from 1 to 2^31; NaN for NaN."""
+    scheme, (root, coefficients) = SCHEMES[x.dtype], LOGARITHMS[x.dtype]
+    beyond = x.view(scheme.whole) - root
+    k = (beyond >> scheme.mantissa).to(x.dtype)
+    f = ((beyond & ((1 << scheme.mantissa) - 1)) + root).view(x.dtype) - 1
+    s, half = f / (f + 2), f * f * 0.5
+    z = s * s
+    rest = polynomial(z, z * z, coefficients) * z
+    # x - x is 0, or NaN for a NaN.
+    return k * scheme.ln2_high + (f - (half - ((half + rest) * s + k * scheme.ln2_low))) + (x - x)
+
+
+class Exp(torch.autograd.Function):
+    """exp, with derivatives."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(t: Tensor) -> Tensor:
+        """It is of the accumulator type."""
+        return activations.exponential(t)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        """Keeps the output."""
+        ctx.save_for_backward(output)
+        ctx.save_for_forward(output)
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> Tensor:
+        """The gradient of t."""
+        return d * ctx.saved_tensors[0]  # type: ignore[no-any-return]
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        """The tangent."""
+        with outer_levels():
+            return tangent * primals(ctx)[0]  # type: ignore[no-any-return]
+
+
+class Log(torch.autograd.Function):
+    """log, with derivatives."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        """It is of the accumulator type."""
+        return logarithm(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        """Keeps the number."""
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> Tensor:
+        """The gradient of x."""
+        return d / ctx.saved_tensors[0]  # type: ignore[no-any-return]
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        """The tangent."""
+        with outer_levels():
+            return tangent / primals(ctx)[0]  # type: ignore[no-any-return]
+
+
+def _arguments(
+    logits: Tensor, temperature: Tensor | None, softcap: float | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Of a block: the logits that the softmax takes, the temperature, and the slope of the softcap, or None."""
+    t = logits.to(accumulator(logits.dtype))
+    slope = None
+    if softcap is not None:
+        t, slope = activations.softcap(t, softcap, None)
+        t = rounded(t, logits.dtype).to(slope.dtype)
+    divisor = None if temperature is None else temperature.to(t.dtype).unsqueeze(-1)
+    return t if divisor is None else t / divisor, divisor, slope
+
+
+class Sums(NamedTuple):
+    """The numbers of each row, in the accumulator type, from which all results follow."""
+
+    #: t - m, with the greatest number m of the row.
+    below: Tensor
+    e: Tensor
+    m: Tensor
+    s: Tensor
+
+    @property
+    def log_s(self) -> Tensor:
+        """log(s), [..., 1]."""
+        return Log.apply(self.s).unsqueeze(-1)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _exponentials(t: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+    below = t - m.unsqueeze(-1)
+    return below, Exp.apply(below)  # type: ignore[no-untyped-call]
+
+
+def _sums(t: Tensor) -> Sums:
+    # No result changes with m, so it needs no derivative; a NaN wins.
+    m = t.detach().amax(-1)
+    below, e = _exponentials(t, m)
+    return Sums(below, e, m, treesum(e))
+
+
+def by_blocks(
+    function: Callable[..., tuple[Tensor, ...]], logits: Tensor, *others: Tensor | None
+) -> tuple[Tensor, ...]:
+    """The results of a function of [rows, N] and of others, [rows, ...], for [..., N] and [..., ...], by blocks of rows."""
+    shape = logits.shape[:-1]
+    count, block = shape.numel(), max(1, BLOCK // logits.shape[-1])
+
+    def of_rows(tensor: Tensor) -> Tensor:
+        return tensor.reshape(count, *tensor.shape[len(shape) :])
+
+    operands = [None if t is None else of_rows(t) for t in (logits, *others)]
+    parts = [
+        function(*(t if t is None else t[begin : begin + block] for t in operands))
+        for begin in range(0, max(count, 1), block)
+    ]
+    whole = parts[0] if len(parts) == 1 else [torch.cat(results) for results in zip(*parts, strict=True)]
+    return tuple(t.reshape(*shape, *t.shape[1:]) for t in whole)
+
+
+def log_softmax(logits: Tensor, out_dtype: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of all elements, [..., N], and m and s."""
+
+    def of_block(rows: Tensor) -> tuple[Tensor, ...]:
+        sums = _sums(_arguments(rows, None, None)[0])
+        return rounded(sums.below - sums.log_s, out_dtype or rows.dtype), sums.m, sums.s
+
+    y, m, s = by_blocks(of_block, logits)
+    return y, m, s
+
+
+def log_softmax_gradient(d: Tensor, logits: Tensor, m: Tensor, s: Tensor, needs: list[bool]) -> tuple[Tensor | None]:
+    """The gradient of the logits, [..., N]."""
+
+    def of_block(rows: Tensor, d: Tensor, m: Tensor, s: Tensor) -> tuple[Tensor]:
+        wide = d.to(m.dtype)
+        p = _exponentials(rows.to(m.dtype), m)[1] / s.unsqueeze(-1)
+        return (rounded(wide - p * treesum(wide).unsqueeze(-1), rows.dtype),)
+
+    return by_blocks(of_block, logits, d, m, s) if needs[0] else (None,)  # type: ignore[return-value]
+
+
+def logsumexp(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The logarithm of the sum of exponentials of each row, [...], and m and s."""
+
+    def of_block(rows: Tensor) -> tuple[Tensor, ...]:
+        sums = _sums(_arguments(rows, None, None)[0])
+        return torch.where(sums.m.isinf(), sums.m, sums.m + sums.log_s.squeeze(-1)), sums.m, sums.s
+
+    lse, m, s = by_blocks(of_block, logits)
+    return lse, m, s
+
+
+def logsumexp_gradient(d: Tensor, logits: Tensor, m: Tensor, s: Tensor, needs: list[bool]) -> tuple[Tensor | None]:
+    """The gradient of the logits, [..., N]."""
+
+    def of_block(rows: Tensor, d: Tensor, m: Tensor, s: Tensor) -> tuple[Tensor]:
+        p = _exponentials(rows.to(m.dtype), m)[1] / s.unsqueeze(-1)
+        return (rounded(d.to(m.dtype).unsqueeze(-1) * p, rows.dtype),)
+
+    return by_blocks(of_block, logits, d, m, s) if needs[0] else (None,)  # type: ignore[return-value]
+
+
+class Chosen(NamedTuple):
+    """The ids of a block of rows, [rows, K]."""
+
+    #: Where there is such an element; else 0.
+    places: Tensor
+    #: Whether there is such an element.
+    there: Tensor
+    #: Whether the id is one that is not ignored.
+    counted: Tensor
+
+
+def _chosen(ids: Tensor, size: int, ignore_index: int | None) -> Chosen:
+    ids = ids.to(torch.int64)
+    counted = torch.ones_like(ids, dtype=torch.bool) if ignore_index is None else ids != ignore_index
+    there = (ids >= 0) & (ids < size)
+    return Chosen(torch.where(there, ids, 0), there, counted)
+
+
+def selected(
+    logits: Tensor,
+    ids: Tensor,
+    temperature: Tensor | None,
+    softcap: float | None,
+    ignore_index: int | None,
+    entropy: bool,
+) -> tuple[Tensor, ...]:
+    """Log-probabilities of ids, with ``entropy`` the entropy, and m and s; see :func:`selected_gradient`."""
+    several = ids.dim() == logits.dim()
+
+    def of_block(rows: Tensor, ids: Tensor, temperature: Tensor | None) -> tuple[Tensor, ...]:
+        chosen = _chosen(ids, rows.shape[-1], ignore_index)
+        sums = _sums(_arguments(rows, temperature, softcap)[0])
+        lp = torch.where(chosen.there, sums.below.gather(-1, chosen.places) - sums.log_s, torch.nan)
+        lp = torch.where(chosen.counted, lp, 0)
+        if not entropy:
+            return lp, sums.m, sums.s
+        z = torch.where(sums.e == 0, 0, sums.e * torch.where(sums.e == 0, 0, sums.below))
+        h = sums.log_s.squeeze(-1) - treesum(z) / sums.s
+        return lp, torch.where(chosen.counted.any(-1), h, 0), sums.m, sums.s
+
+    lp, *others = by_blocks(of_block, logits, ids if several else ids.unsqueeze(-1), temperature)
+    return lp if several else lp.squeeze(-1), *others
+
+
+def selected_gradient(
+    d: Tensor,
+    d_entropy: Tensor | None,
+    logits: Tensor,
+    ids: Tensor,
+    temperature: Tensor | None,
+    m: Tensor,
+    s: Tensor,
+    entropy: Tensor | None,
+    softcap: float | None,
+    ignore_index: int | None,
+) -> Tensor:
+    """The gradient of the logits, [..., N].
+
+    Args:
+        d: [...] or [..., K], the gradient of the log-probabilities.
+        d_entropy: [...], that of the entropy, or None.
+        logits: [..., N].
+        ids: of d's shape.
+        temperature: [...], or None.
+        m, s: [...], as :func:`selected` returned them.
+        entropy: [...], as it returned it, where there is its gradient.
+        softcap, ignore_index: as in :func:`selected`.
+    """
+    if ids.dim() < logits.dim():
+        d, ids = d.unsqueeze(-1), ids.unsqueeze(-1)
+
+    def of_block(
+        rows: Tensor,
+        d: Tensor,
+        dh: Tensor | None,
+        ids: Tensor,
+        temperature: Tensor | None,
+        m: Tensor,
+        s: Tensor,
+        h: Tensor | None,
+    ) -> tuple[Tensor]:
+        chosen = _chosen(ids, rows.shape[-1], ignore_index)
+        t, divisor, slope = _arguments(rows, temperature, softcap)
+        below, e = _exponentials(t, m)
+        p = e / s.unsqueeze(-1)
+        wide = torch.where(chosen.counted, torch.where(chosen.there, d.to(m.dtype), torch.nan), 0)
+        dt = _of_places(wide, chosen.places, p)
+        if dh is not None and h is not None:
+            log_s = Log.apply(s).unsqueeze(-1)  # type: ignore[no-untyped-call]
+            surprise = torch.where(p == 0, 0, below) - log_s + h.unsqueeze(-1)
+            dt = dt - torch.where(p == 0, 0, dh.to(m.dtype).unsqueeze(-1) * (p * surprise))
+        if divisor is not None:
+            dt = dt / divisor
+        if slope is not None:
+            dt = rounded(dt, rows.dtype).to(m.dtype) * slope
+        return (rounded(torch.where(chosen.counted.any(-1, keepdim=True), dt, 0), rows.dtype),)
+
+    return by_blocks(of_block, logits, d, d_entropy, ids, temperature, m, s, entropy)[0]
+
+
+def _of_places(d: Tensor, places: Tensor, p: Tensor) -> Tensor:
+    """What the log-probabilities of K places pass back to all elements of a row, [rows, N].
+
+    To an element that has places go d of these places, in their order, times 1 - p, and d of the others times -p.
+    """
+    columns = [*d.unbind(-1)]
+    if not columns:
+        return torch.zeros_like(p)
+    elsewhere = in_order(columns).unsqueeze(-1) * (0 - p)
+    there = p.gather(-1, places)
+    same = places.unsqueeze(-1) == places.unsqueeze(-2)  # [rows, K, K]: whether place k and another are one
+    own, others = (in_order([*torch.where(which, d.unsqueeze(-2), 0).unbind(-1)]) for which in (same, ~same))
+    return elsewhere.scatter(-1, places, own * (1 - there) + others * (0 - there))
