@@ -178,7 +178,8 @@ def right(name, operands, roles, first="x"):
     fit = {"wider": True, "a device": not others, "columns": not {Role.ROWS, Role.WEIGHT, Role.SAMPLES} & opposed}
     fit["rows"] = opposed <= {Role.WEIGHT}
     fit["one dimension more"] = opposed <= {Role.WEIGHT, Role.SAMPLES}
-    heads = {(name, key, "one dimension more") for key in others if roles[key] is Role.WEIGHT}
+    more = {Role.WEIGHT} if Role.OF_CHOSEN in opposed else {Role.WEIGHT, Role.CHOSEN}
+    heads = {(name, key, "one dimension more") for key in others if roles[key] in more}
     return heads | {(name, first, kind) for kind, fits in fit.items() if fits}
 
 
@@ -214,12 +215,13 @@ for operation in dict.fromkeys(PUBLIC.values()):
         if len(needed) < len(operands):
             MORE[f"{name} without optional operands"] = (function, needed)
     given = {name: F32 if default in (torch.dtype, None) else default for name, default in declaration.flags.items()}
-    given = {name: declaration.defaults[name] if value in (float, int) else value for name, value in given.items()}
+    given |= {name: value for name, value in declaration.samples[-1].items() if declaration.flags[name] in (float, int)}
     of_operators = {declaration.name: operands | given}
     if declaration.gradient is not None:
         given = {name: given[name] for name in declaration.gradient_flags}
         given["needs"] = [True] * len(declaration.with_gradient)
         kept = {name: of_role(roles[name], count) for count, name in enumerate(declaration.backward_tensors)}
+        kept |= {one.name: kept[one.name].abs() + 1 for one in declaration.kept}
         of_operators[f"{declaration.name}_backward"] = kept | given
     for name, arguments in of_operators.items():
         OPERATORS[name] = arguments
@@ -246,7 +248,7 @@ def written_by(name):
 
 def have_gradients(operands):
     """The names of those operands that may have a gradient."""
-    others = ("cos", "sin", *["scale"] * ("quantization" in operands))
+    others = ("cos", "sin", "temperature", *["scale"] * ("quantization" in operands))
     given = without_outputs(operands)
     return [key for key in tensors(given) if given[key].is_floating_point() and key not in others]
 

@@ -46,7 +46,7 @@ def check_operands(
     for name, tensor in operands.items():
         if tensor is None and name != x_name:
             continue
-        _check_floats(name, tensor, x, x_name, anew.get(name))
+        check_floats(name, tensor, x, x_name, anew.get(name))
         if name == x_name:
             if x.dim() == 0 or x.shape[-1] == 0:
                 raise ValueError(f"{name} must be [..., N] with N of at least 1, got shape {list(x.shape)}")
@@ -65,7 +65,7 @@ def check_operands(
             check_memory(name, tensor)
 
 
-def _check_floats(name: str, operand: object, x: Tensor, x_name: str, cure: str | None = None) -> None:
+def check_floats(name: str, operand: object, x: Tensor, x_name: str, cure: str | None = None) -> None:
     """That it is a dense tensor of floating point on x's device; ``cure`` takes the place of a cure for each fault."""
     if not isinstance(operand, Tensor):
         refuse_type(name, operand, cure)
@@ -237,7 +237,7 @@ def check_affine(
                     f"{name} has two dimensions, a row for each head, so it must have the shape of {x_name}'s last two "
                     f"{list(x.shape[-2:])}, got {list(operand.shape)}; pass [{x.shape[-1]}] for one row for all heads"
                 )
-        _check_floats(name, operand, x, x_name)
+        check_floats(name, operand, x, x_name)
         if not of_heads:
             _check_row(name, operand, x, x_name)
         if in_memory:

@@ -22,6 +22,7 @@ from fusednorm.calls.checks import (
     check_device,
     check_dtype,
     check_flag,
+    check_floats,
     check_memory,
     check_operands,
     check_samples,
@@ -301,16 +302,16 @@ def check_role(
     elif role is Role.SAMPLES:
         check_samples(name, tensor, rows, rows_name, in_memory=in_memory)
     elif role is not Role.TABLE:
-        check_dense(name, tensor, f"{name}.to_dense() makes one")
-        check_device(name, tensor, rows, rows_name)
-        if role in (Role.IDS, Role.CHOSEN):
+        if role not in (Role.IDS, Role.CHOSEN):
+            check_floats(name, tensor, rows, rows_name)
+        else:
+            check_dense(name, tensor, f"{name}.to_dense() makes one")
+            check_device(name, tensor, rows, rows_name)
             if tensor.dtype not in (torch.int32, torch.int64):
                 raise TypeError(f"{name} must be int32 or int64, got {str(tensor.dtype)[6:]}; convert it")
-        else:
-            check_dtype(f"the dtype of {name}", tensor.dtype, rows, rows_name, f"convert it, as by {name}.float()")
         several = role is Role.CHOSEN and tensor.dim() == len(shape) + 1
         if list(tensor.shape[:-1] if several else tensor.shape) != shape:
-            whose = "each id" if role is Role.OF_CHOSEN else f"each row of {rows_name}"
+            whose = "each of the ids" if role is Role.OF_CHOSEN else f"each row of {rows_name}"
             more = ", or [..., K] for K of them" if role is Role.CHOSEN else ""
             raise ValueError(
                 f"{name} must have shape {shape}, a number for {whose}{more}, got {list(tensor.shape)}; pass one for "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any
 
 import torch
@@ -162,8 +163,8 @@ _WITH_ENTROPY = _Selecting(
 
 def _of_rows(logits: Tensor, temperature: float | Tensor | None) -> Tensor | None:
     """A temperature for each row of logits."""
-    if temperature is None or isinstance(temperature, Tensor):
-        return temperature
+    if not isinstance(temperature, Real | torch.SymFloat | torch.SymInt):
+        return temperature  # what it is, is checked with the operands
     if not isinstance(logits, Tensor):
         refuse_type("logits", logits)
     value = number("temperature", temperature)
