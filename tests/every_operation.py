@@ -163,7 +163,7 @@ OPERATORS = {
 def of_role(role, count):
     """A tensor of 4 rows of 6 with this role; of several operands each has its own numbers."""
     if role in (Role.IDS, Role.CHOSEN):
-        return torch.arange(4) + count
+        return (torch.arange(4) + count) % 6
     rows = (X, Z, D)[count % 3]
     if role is Role.SETTINGS:
         return rows[:, 0].abs() + 1

@@ -2,8 +2,9 @@
 
     python tests/logarithm.py
 
-log(1 + f) = 2 * s + s * R with s = f / (2 + f) and R = z * p, a polynomial p of z = s^2. It agrees with the exact function
-at Chebyshev's points, which comes close to the least greatest error; the coefficients are rounded to the type after that.
+log(1 + f) = 2 * s + s * R with s = f / (2 + f) and R = z * p, a polynomial p of z = s^2. It agrees with the exact
+function at Chebyshev's points, which comes close to the least greatest error; the coefficients are rounded to the type
+after that.
 test_log_prob.py compares them with what the reference and the specification have.
 """
 

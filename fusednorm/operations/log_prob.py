@@ -225,9 +225,9 @@ def selected_log_prob(
     Args:
         logits: [..., N], float16, bfloat16, float32 or float64, any strides.
         ids: [...], or [..., K] for several of each row, int32 or int64, from 0 to N - 1.
-        softcap: logits are first replaced by :func:`softcap` of them, of their dtype, with this cap; None: they are not.
-        temperature: logits are then divided by it: a number greater than 0, or [...] with one for each row, of any dtype
-            of logits (float64 only for float64 logits). It has no gradient.
+        softcap: logits are first replaced by :func:`softcap` of them, of their dtype, with this cap, unless it is None.
+        temperature: logits are then divided by it: a number greater than 0, or [...] with one for each row, of any of
+            the dtypes (float64 only for float64 logits). It has no gradient.
         ignore_index: rows with this id have 0, whatever their logits are, and pass back 0; None: there is no such id.
 
     Returns:

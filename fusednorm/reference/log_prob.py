@@ -156,7 +156,7 @@ def _sums(t: Tensor) -> Sums:
 def by_blocks(
     function: Callable[..., tuple[Tensor, ...]], logits: Tensor, *others: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """The results of a function of [rows, N] and of others, [rows, ...], for [..., N] and [..., ...], by blocks of rows."""
+    """The results of a function of [rows, N] and others, [rows, ...], for tensors [..., N] and others."""
     shape = logits.shape[:-1]
     count, block = shape.numel(), max(1, BLOCK // logits.shape[-1])
 
@@ -279,9 +279,11 @@ def selected_gradient(
         logits: [..., N].
         ids: of d's shape.
         temperature: [...], or None.
-        m, s: [...], as :func:`selected` returned them.
-        entropy: [...], as it returned it, where there is its gradient.
-        softcap, ignore_index: as in :func:`selected`.
+        m: [...], as :func:`selected` returned it.
+        s: the same.
+        entropy: the same, where there is its gradient.
+        softcap: as in :func:`selected`.
+        ignore_index: the same.
     """
     if ids.dim() < logits.dim():
         d, ids = d.unsqueeze(-1), ids.unsqueeze(-1)

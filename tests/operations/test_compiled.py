@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from every_operation import FUNCTIONS, MORE, function_of, partly, without_outputs
+from every_operation import FUNCTIONS, MORE, function_of, have_gradients, partly, without_outputs
 from torch._dynamo.testing import CompileCounter
 
 import fusednorm
@@ -136,7 +136,7 @@ every = pytest.mark.parametrize("name", EVERY)
 def leaves_of(name):
     """The operands that have gradients: none where the function writes to operands, or makes 8-bit numbers."""
     operands = halves(tensors(made(name)))
-    keys = [key for key, t in operands.items() if t.is_floating_point() and key not in ("cos", "sin", "scale")]
+    keys = have_gradients(operands)
     try:
         called(name)({key: t.requires_grad_(key in keys) for key, t in operands.items()})
     except RuntimeError:
