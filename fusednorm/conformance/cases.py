@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 
 import fusednorm
-from fusednorm.calls.declared import Role
-from fusednorm.conformance import oracle, oracle_gated
+from fusednorm.calls.call import accumulator
+from fusednorm.calls.declared import CONSTANT, Role
+from fusednorm.conformance import oracle, oracle_gated, oracle_log_prob
 from fusednorm.operations.listed import every
 from fusednorm.reference import norm as reference
 
@@ -118,7 +119,7 @@ NAMES = {
 }
 
 #: Operands that have no gradients.
-TABLES = {name for one in OPERATIONS.values() for name, role in one.operands.items() if role in (Role.TABLE, Role.IDS)}
+TABLES = {name for one in OPERATIONS.values() for name, role in one.operands.items() if role in CONSTANT}
 
 
 def recorded(function, operands, incoming, **flags):
@@ -136,7 +137,9 @@ def recorded(function, operands, incoming, **flags):
 
 def of_oracle(function, operands, incoming, **flags):
     """The oracle's outputs and gradients of the same call, as arrays or tensors on the CPU."""
-    found = (vars(oracle) | vars(oracle_gated))[function](tuple(operands.values()), incoming, **flags)
+    found = (vars(oracle) | vars(oracle_gated) | vars(oracle_log_prob))[function](
+        tuple(operands.values()), incoming, **flags
+    )
     names = (*NAMES[function][1], *(f"d_{name}" for name in operands if name not in TABLES))
     return {name: array for name, array in zip(names, found, strict=True) if array is not None}
 
@@ -146,12 +149,14 @@ def incoming_of(function, operands, out_dtype=None, residual_dtype=None):
     generator = torch.Generator().manual_seed(0)
     first = next(iter(operands.values()))
     like = {"residual_out": (operands.get("residual"), residual_dtype), "k_out": (operands.get("k"), None)}
-    roles = {result.name: result.role for result in OPERATIONS[function].results}
+    results = {result.name: result for result in OPERATIONS[function].results}
     found = []
     for name in NAMES[function][1]:
         rows, dtype = like.get(name, (first, out_dtype))
-        rows = rows[..., 0] if roles[name] is Role.NUMBERS else rows
-        normal = torch.randn(rows.shape, generator=generator, dtype=F64, device="cpu")
+        shapes = {Role.NUMBERS: rows.shape[:-1], Role.OF_CHOSEN: getattr(operands.get("ids"), "shape", None)}
+        dtype = accumulator(rows.dtype) if results[name].wide else dtype
+        shape = shapes.get(results[name].role, rows.shape)
+        normal = torch.randn(shape, generator=generator, dtype=F64, device="cpu")
         found.append(reference.rounded(normal, dtype or rows.dtype).to(rows.device))
     return found
 

@@ -30,6 +30,7 @@ from fusednorm.conformance.cases import (
     bytes_of,
     differing,
     dtype_name,
+    incoming_of,
     of_oracle,
     operands,
     pairwise,
@@ -89,7 +90,9 @@ def decoded(value):
 
 _FOLDER = Path(__file__).parent
 SPECIFICATION = _FOLDER / f"golden-spec-{fusednorm.SPEC_VERSION}.json"
-COMPOSITIONS, QUANTIZED, GATED = (_FOLDER / f"golden-{name}.json" for name in ("compositions", "quantized", "gated"))
+COMPOSITIONS, QUANTIZED, GATED, LOG_PROB = (
+    _FOLDER / f"golden-{name}.json" for name in ("compositions", "quantized", "gated", "log-prob")
+)
 
 
 def _call(vector):
@@ -386,12 +389,47 @@ def _stepped_cases():
         yield "softcap", dtype, None, {"cap": 2.5, "round_steps": dtype == BF16}
 
 
+def vectors_of_log_probabilities():
+    """The vectors of the logarithm's operations."""
+    several = {"softcap": 3.0, "ignore_index": 7}
+    for dtype, hidden, factor, data, flags in (
+        (BF16, 45, 4, "normal", {}),
+        (BF16, 1030, 4, "normal", several),
+        (F16, 45, 8, "inf row", {}),
+        (F16, 33, 2, "normal", several),
+        (F32, 45, 60, "normal", {}),
+        (F32, 100, 4, "normal", several),
+        (F64, 45, 4, "normal", {}),
+        (F64, 33, 400, "normal", several),
+        (F32, 40, 1, "nan row", {"ignore_index": 7}),
+        (F32, 1, 1, "normal", {}),
+    ):
+        case = Case(3, hidden, dtype, dtype, None, data=data)
+        logits, other, _ = operands(case)
+        logits = logits * factor
+        if hidden == 45:  # what an engine does not let a model say
+            logits[:, 3:9] = -torch.inf
+        ids = torch.tensor([[hidden // 2, 0], [0, 7 if flags else 0], [7 if flags else hidden - 1] * 2])
+        temperature = (other[:, 0].abs() + 0.5) if flags else None
+        for function, given, more in (
+            ("log_softmax", {}, {}),
+            ("logsumexp", {}, {}),
+            ("selected_log_prob", {"ids": ids, "temperature": temperature}, flags),
+            ("selected_log_prob_and_entropy", {"ids": ids[:, 0].int(), "temperature": temperature}, flags),
+        ):
+            inputs = {"logits": logits, **given}
+            incoming = incoming_of(function, inputs)
+            inputs |= {f"d_{name}": d for name, d in zip(NAMES[function][1], incoming, strict=True)}
+            yield _vector({"function": function, "flags": more}, inputs)
+
+
 #: The files of the golden vectors, and the functions that make these.
 FILES = {
     SPECIFICATION: vectors,
     COMPOSITIONS: vectors_of_compositions,
     QUANTIZED: vectors_of_quantized,
     GATED: vectors_of_gated,
+    LOG_PROB: vectors_of_log_probabilities,
 }
 
 

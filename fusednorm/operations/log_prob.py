@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusednorm.calls.call import accumulator
-from fusednorm.calls.checks import check_cap, number, refuse_type
+from fusednorm.calls.call import Flags, accumulator
+from fusednorm.calls.checks import check_cap, check_flags, check_operands, number, refuse_type
 from fusednorm.calls.declared import Declaration, Operand, Result, Role
 from fusednorm.operations.declared import Operation
 from fusednorm.reference import log_prob as reference
@@ -182,8 +182,8 @@ def log_softmax(logits: Tensor, *, out: Tensor | None = None, out_dtype: torch.d
 
     Args:
         logits: [..., N], float16, bfloat16, float32 or float64, any strides.
-        out: [..., N] to write to, in the dtype of the result. May be logits itself.
-        out_dtype: the dtype of the result; that of logits if None.
+        out: [..., N] to write to, in its own dtype. May be logits itself.
+        out_dtype: the dtype of the result; that of logits if None. With gradients, unlike ``out``.
 
     Returns:
         [..., N], in the dtype of logits or ``out_dtype``; ``out`` if given.
@@ -193,6 +193,10 @@ def log_softmax(logits: Tensor, *, out: Tensor | None = None, out_dtype: torch.d
         ValueError: shapes, devices or memory do not fit.
         RuntimeError: ``out`` is given and logits requires grad.
     """
+    if out is not None:
+        check_operands(logits, None, None, out, None, in_memory=False, x_name="logits")
+        check_flags(Flags(out_dtype=out_dtype), logits, None, out, None, x_name="logits")
+        out_dtype = out.dtype
     result: Tensor = _LOG_SOFTMAX("log_softmax", logits=logits, out=out, out_dtype=out_dtype)
     return result
 
