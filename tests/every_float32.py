@@ -4,7 +4,8 @@
     python tests/every_float32.py --every 61 ...       a sample: each 61st number, and all near a boundary of rounding
 
 Results are compared with the reference's, and status 1 says that one differs. The digest of the reference's results is
-printed: it is the same on every machine.
+printed: it is the same on every machine. log is taken for numbers from 1 to 2^31, by the reference alone: C has one
+function for it, on all instruction sets, which a test compares.
 
 Numbers within a format's range are cast twice: with a scale of 1 that is given, and in rows whose computed scale is 1,
 because their greatest magnitude is the format's.
@@ -32,7 +33,7 @@ from fusednorm import Quantization
 from fusednorm.backends import cpu
 from fusednorm.conformance.oracle_quantized import numbers
 from fusednorm.engine import execute
-from fusednorm.reference import activations, quantizer
+from fusednorm.reference import activations, log_prob, quantizer
 
 FORMATS = {
     "int8": Quantization(torch.int8, per="tensor"),
@@ -242,9 +243,24 @@ def take(name, asked):
     return shown(name, digest, wrong) + errors.nans
 
 
+def take_logarithm(asked):
+    """Takes numbers from 1 to 2^31 through the logarithm; returns how many have an error of more than one ulp."""
+    digest, worst, beyond = hashlib.sha256(), (0.0, 1.0), 0
+    first, last = (torch.tensor(number).view(torch.int32).item() for number in (1.0, 2.0**31))
+    for begin in range(first, last + 1, PART * asked.every):
+        x = torch.arange(begin, min(begin + PART * asked.every, last + 1), asked.every).int().view(torch.float32)
+        found, exact = log_prob.logarithm(x), x.double().log()
+        spacing = torch.ldexp(torch.ones_like(exact), exact.clamp(min=2.0**-126).log2().floor().int() - 23)
+        error = (found.double() - exact).abs() / spacing
+        worst, beyond = Errors._greater(worst, error, x), beyond + int((error > 1).sum())
+        digest.update(found.numpy())
+    print(f"log            from 1 to 2^31: at most {worst[0]:.3f} ulp, at {worst[1]!r}")
+    return shown("log", digest, {"more than one ulp": beyond})
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [*FORMATS, *EXACT]
+    names = [*FORMATS, *EXACT, "log"]
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="formats and functions")
     parser.add_argument("--variants", nargs="+", choices=cpu.variants(), default=cpu.variants())
     parser.add_argument("--no-reference", action="store_true", help="compare the instruction sets alone")
@@ -253,7 +269,10 @@ def main():
     )
     asked = parser.parse_args()
     names = [name for name in asked.only if name != "exp" or not asked.no_reference]
-    differing = sum((cast if name in FORMATS else take)(name, asked) for name in names)
+    functions = [name for name in names if name != "log"]
+    differing = sum((cast if name in FORMATS else take)(name, asked) for name in functions)
+    if "log" in names:
+        differing += take_logarithm(asked)
     return 1 if differing else 0
 
 

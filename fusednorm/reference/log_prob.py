@@ -318,7 +318,7 @@ def selected_gradient(
 
 
 def _of_places(d: Tensor, places: Tensor, p: Tensor) -> Tensor:
-    """What the log-probabilities of K places pass back to all elements of a row, [rows, N].
+    """The gradient of all elements of rows, [rows, N], from those of the log-probabilities of K places.
 
     To an element that has places go d of these places, in their order, times 1 - p, and d of the others times -p.
     """
@@ -329,4 +329,7 @@ def _of_places(d: Tensor, places: Tensor, p: Tensor) -> Tensor:
     there = p.gather(-1, places)
     same = places.unsqueeze(-1) == places.unsqueeze(-2)  # [rows, K, K]: whether place k and another are one
     own, others = (in_order([*torch.where(which, d.unsqueeze(-2), 0).unbind(-1)]) for which in (same, ~same))
-    return elsewhere.scatter(-1, places, own * (1 - there) + others * (0 - there))
+    # An element that is chosen twice is written once: else a derivative would count it twice.
+    once = ~(same & torch.ones_like(same).tril(-1)).any(-1)
+    values = torch.where(once, own * (1 - there) + others * (0 - there), 0)
+    return elsewhere.scatter(-1, places, 0).scatter_add(-1, places, values)

@@ -1,0 +1,168 @@
+"""Log-probabilities: the logarithm's constants and errors, torch's results within the bound, masks, and refusals."""
+
+import math
+import re
+from pathlib import Path
+
+import logarithm
+import mpmath  # sympy's, which torch asks for
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+
+import fusednorm
+from fusednorm import log_softmax, logsumexp, selected_log_prob, selected_log_prob_and_entropy
+from fusednorm.conformance import oracle_log_prob
+from fusednorm.conformance.cases import DTYPES
+from fusednorm.reference import log_prob as reference
+
+ROOT = Path(__file__).parents[2]
+WIDE = (torch.float32, torch.float64)
+LOGITS = torch.randn(4, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 2
+IDS = torch.tensor([[0, 3, 3], [8, 0, 1], [2, 2, 2], [5, 3, 7]])
+TEMPERATURE = torch.tensor([0.5, 1.0, 1.7, 3.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", logarithm.TYPES)
+def test_constants_are_those_of_the_script(name):
+    """In the reference and in the specification; the oracle's too, though it has a text of its own."""
+    wanted = logarithm.constants(*logarithm.TYPES[name])["logarithm"]
+    assert reference.LOGARITHMS[getattr(torch, name)].coefficients == wanted
+    written = re.findall(r"-?\b0x[0-9a-f.]+p[-+]\d+", (ROOT / "docs" / "spec.md").read_text())
+    assert {*wanted} <= {*map(float.fromhex, written)}
+
+
+@pytest.mark.parametrize("dtype", WIDE, ids=str)
+def test_the_logarithm_is_within_its_bound(dtype):
+    """2.6 u, and of float32 one ulp, in which the oracle agrees; ``tests/every_float32.py`` takes all numbers."""
+    generator = torch.Generator().manual_seed(1)
+    near = 1 + torch.rand(2000, dtype=dtype, generator=generator)
+    x = torch.cat((near, torch.exp2(torch.rand(2000, dtype=dtype, generator=generator) * 31)))
+    root = torch.tensor(2.0, dtype=dtype).sqrt()
+    edges = [torch.nextafter(root, torch.zeros_like(root)), root, torch.nextafter(root, 2 * root), 4 * root]
+    x = torch.cat((x, torch.stack(edges), torch.tensor([1, 2, 3, 2.0**31, 1.406655192375183], dtype=dtype)))
+    found = reference.logarithm(x)
+    assert torch.from_numpy(oracle_log_prob.logarithm(x.numpy())).equal(found)
+    half = torch.finfo(dtype).eps / 2
+    with mpmath.workdps(40):
+        exact = [mpmath.log(mpmath.mpf(number)) for number in x.tolist()]
+        errors = [abs(mpmath.mpf(y) - e) / e for y, e in zip(found.tolist(), exact, strict=True) if e]
+    assert max(errors) <= 2.6 * half
+    assert found[x == 1].tolist() == [0.0]
+    assert reference.logarithm(torch.tensor([math.nan], dtype=dtype)).isnan().all()
+
+
+def bound(logits, exact, ids):
+    """The greatest error that docs/spec.md, section 11, allows: of log(s), [rows], and of log-probabilities."""
+    size, u = logits.shape[-1], torch.finfo(logits.dtype).eps / 2
+    depth = min(10, (size - 1).bit_length()) + ((size - 1) // 1024).bit_length()
+    below = exact - exact.amax(-1, keepdim=True)
+    log_s = torch.logsumexp(below, -1)
+    of_sum = (math.log(size) + 1.8 + depth + 2.6 * log_s) * u * 1.001
+    chosen = below.gather(-1, ids)
+    return of_sum, of_sum.unsqueeze(-1) + (chosen.abs() + (chosen - log_s.unsqueeze(-1)).abs()) * u * 1.001
+
+
+@pytest.mark.parametrize("size", [1, 9, 1000, 1024, 5000, 40_000])
+def test_results_are_torchs_within_the_bound(size):
+    generator = torch.Generator().manual_seed(size)
+    for factor in (0.1, 3.0, 20.0):
+        logits = torch.randn(6, size, generator=generator) * factor
+        ids, exact = torch.randint(size, (6, 4), generator=generator), logits.double()
+        of_sum, of_ids = bound(logits, exact, ids)
+        lp, entropy = selected_log_prob_and_entropy(logits, ids)
+        whole = torch.log_softmax(exact, -1)
+        assert ((lp - whole.gather(-1, ids)).abs() <= of_ids).all()
+        lse = torch.logsumexp(exact, -1)
+        assert ((logsumexp(logits) - lse).abs() <= of_sum + lse.abs() * torch.finfo(torch.float32).eps / 2).all()
+        torch.testing.assert_close(entropy.double(), -(whole.exp() * whole).sum(-1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_are_those_of_torch(dtype):
+    """Of float64 nearly all digits; of others what rounding leaves."""
+    logits = LOGITS.to(dtype)
+    leaves = [logits.clone().requires_grad_(), logits.double().requires_grad_()]
+    d, dh = torch.linspace(-1, 2, 12).view(4, 3), torch.linspace(2, -1, 4)
+    outputs = selected_log_prob_and_entropy(leaves[0], IDS, temperature=0.7)
+    whole = torch.log_softmax(leaves[1] / 0.7, -1)
+    wanted = (whole.gather(-1, IDS), -(whole.exp() * whole).sum(-1))
+    found = torch.autograd.grad(outputs, leaves[0], (d.to(outputs[0]), dh.to(outputs[1])))[0]
+    exact = torch.autograd.grad(wanted, leaves[1], (d.double(), dh.double()))[0]
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(found.double(), exact, rtol=8 * eps, atol=8 * eps)
+
+
+def cases():
+    """Functions of float64 logits."""
+    yield "log_softmax", log_softmax
+    yield "logsumexp", logsumexp
+    yield "several", lambda x: selected_log_prob(x, IDS, softcap=3.0, temperature=TEMPERATURE, ignore_index=3)
+    yield "entropy", lambda x: selected_log_prob_and_entropy(x, IDS[:, 0], temperature=0.6)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", dict(cases()))
+def test_derivatives(name):
+    function, x = dict(cases())[name], LOGITS.clone().requires_grad_()
+    assert gradcheck(function, (x,), check_forward_ad=True)
+    assert gradgradcheck(function, (x,))
+
+
+def test_masked_logits():
+    """0 * -inf does not appear: not in the entropy, and not in gradients."""
+    for dtype in WIDE:
+        logits = LOGITS.to(dtype, copy=True)
+        logits[:, 3:6] = -torch.inf
+        ids = torch.tensor([0, 1, 2, 8])
+        kept = torch.cat((logits[:, :3], logits[:, 6:]), -1).requires_grad_()
+        leaf = logits.clone().requires_grad_()
+        lp, entropy = selected_log_prob_and_entropy(leaf, ids)
+        wanted = selected_log_prob_and_entropy(kept, torch.where(ids > 5, ids - 3, ids))
+        torch.testing.assert_close((lp, entropy), wanted)
+        (dx,) = torch.autograd.grad((lp.sum(), entropy.sum()), leaf)
+        (of_kept,) = torch.autograd.grad((wanted[0].sum(), wanted[1].sum()), kept)
+        torch.testing.assert_close(torch.cat((dx[:, :3], dx[:, 6:]), -1), of_kept)
+        assert not dx[:, 3:6].any()
+
+
+def test_ignored_rows_are_not_looked_at():
+    """Whatever their logits are: 0 passes back, where 0 * NaN would be NaN."""
+    logits = LOGITS.float()
+    logits[1], logits[2, 0], ids = torch.nan, torch.inf, torch.tensor([4, -100, -100, 2])
+    leaf = logits.requires_grad_()
+    lp, entropy = selected_log_prob_and_entropy(leaf, ids, ignore_index=-100)
+    (dx,) = torch.autograd.grad((lp, entropy), leaf, (torch.ones(4), torch.tensor([1.0, torch.nan, torch.inf, 1])))
+    assert lp[1:3].tolist() == entropy[1:3].tolist() == [0, 0]
+    assert not dx[1:3].any()
+    assert dx[::3].isfinite().all()
+    assert dx[0].any()
+
+
+def test_what_is_refused_is_named():
+    logits = LOGITS.float()
+    for ids, more in ((torch.tensor([0, 1, 9, 2]), {}), (torch.tensor([0, -1, 2, 2]), {"ignore_index": -100})):
+        with pytest.raises(IndexError, match=r"ids must be from 0 to 8, .*got (9|-1); pass ignore_index"):
+            selected_log_prob(logits, ids, **more)
+    for temperature in (0, -1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="temperature must be finite and greater than 0"):
+            selected_log_prob(logits, IDS, temperature=temperature)
+    for ids in (IDS[:3], IDS.unsqueeze(-1), torch.tensor(3)):
+        with pytest.raises(ValueError, match=r"ids must have shape \[4\], .*, or \[\.\.\., K\] for K of them"):
+            selected_log_prob(logits, ids)
+    with pytest.raises(TypeError, match="temperature is float64 while logits is float32"):
+        selected_log_prob(logits, IDS, temperature=TEMPERATURE)
+
+
+def test_no_second_tensor_of_all_rows(monkeypatch):
+    """Rows are taken in blocks, whose results are those of all rows together."""
+    with fusednorm.use_backend("reference"):
+        whole = selected_log_prob_and_entropy(LOGITS, IDS)
+        monkeypatch.setattr(reference, "BLOCK", 10)
+        seen = []
+        monkeypatch.setattr(
+            reference, "treesum", lambda rows, sum=reference.treesum: (seen.append(len(rows)), sum(rows))[1]
+        )
+        for found, wanted in zip(selected_log_prob_and_entropy(LOGITS, IDS), whole, strict=True):
+            assert found.equal(wanted)
+    assert seen == [1] * 8
