@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -164,7 +164,7 @@ _WITH_ENTROPY = _Selecting(
 def _of_rows(logits: Tensor, temperature: float | Tensor | None) -> Tensor | None:
     """A temperature for each row of logits."""
     if not isinstance(temperature, Real | torch.SymFloat | torch.SymInt):
-        return temperature  # what it is, is checked with the operands
+        return cast("Tensor | None", temperature)  # what it is, is checked with the operands
     if not isinstance(logits, Tensor):
         refuse_type("logits", logits)
     value = number("temperature", temperature)

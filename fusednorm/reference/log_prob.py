@@ -322,13 +322,13 @@ def _of_places(d: Tensor, places: Tensor, p: Tensor) -> Tensor:
 
     To an element that has places go d of these places, in their order, times 1 - p, and d of the others times -p.
     """
-    columns = [*d.unbind(-1)]
-    if not columns:
+    if not d.shape[-1]:
         return torch.zeros_like(p)
-    elsewhere = in_order(columns).unsqueeze(-1) * (0 - p)
+    elsewhere = in_order(d.movedim(-1, 0)).unsqueeze(-1) * (0 - p)
     there = p.gather(-1, places)
     same = places.unsqueeze(-1) == places.unsqueeze(-2)  # [rows, K, K]: whether place k and another are one
-    own, others = (in_order([*torch.where(which, d.unsqueeze(-2), 0).unbind(-1)]) for which in (same, ~same))
+    own = in_order(torch.where(same, d.unsqueeze(-2), 0).movedim(-1, 0))
+    others = in_order(torch.where(same, 0, d.unsqueeze(-2)).movedim(-1, 0))
     # An element that is chosen twice is written once: else a derivative would count it twice.
     once = ~(same & torch.ones_like(same).tril(-1)).any(-1)
     values = torch.where(once, own * (1 - there) + others * (0 - there), 0)

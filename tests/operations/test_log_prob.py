@@ -159,10 +159,13 @@ def test_no_second_tensor_of_all_rows(monkeypatch):
     with fusednorm.use_backend("reference"):
         whole = selected_log_prob_and_entropy(LOGITS, IDS)
         monkeypatch.setattr(reference, "BLOCK", 10)
-        seen = []
-        monkeypatch.setattr(
-            reference, "treesum", lambda rows, sum=reference.treesum: (seen.append(len(rows)), sum(rows))[1]
-        )
+        seen, sum_of = [], reference.treesum
+
+        def treesum(rows):
+            seen.append(len(rows))
+            return sum_of(rows)
+
+        monkeypatch.setattr(reference, "treesum", treesum)
         for found, wanted in zip(selected_log_prob_and_entropy(LOGITS, IDS), whole, strict=True):
             assert found.equal(wanted)
     assert seen == [1] * 8
