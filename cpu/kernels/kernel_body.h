@@ -225,4 +225,6 @@ const struct fn_kernels FN_JOIN(fn_kernels, ISA) = {FN_OF(forward_rows), FN_KERN
 #include "kernels/gate_body.h"
 
 #include "kernels/rotation_body.h"
+
+#include "kernels/log_prob_body.h"
 #endif

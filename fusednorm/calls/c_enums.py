@@ -94,6 +94,16 @@ class GateOrder(IntEnum):
     FUNCTION = 4
 
 
+class LogProbOf(IntEnum):
+    """The operations with log-probabilities. LOGARITHM: of each number, for tests."""
+
+    LOG_SOFTMAX = 0
+    LOGSUMEXP = 1
+    SELECTED = 2
+    SELECTED_AND_ENTROPY = 3
+    LOGARITHM = 4
+
+
 class RotationFlag(IntEnum):
     """Flags of a rotation, beside ROUND_NORM."""
 
@@ -134,7 +144,7 @@ def header() -> str:
     """``cpu/abi/enums.h``."""
     lines = ["/* Printed by fusednorm/calls/c_enums.py, which has the same numbers for Python. */"]
     lines += ["#ifndef FUSEDNORM_ENUMS_H", "#define FUSEDNORM_ENUMS_H", ""]
-    of_calls = (Kind, Pass, Flag, ByteKind, QuantizerFlag, Activation, GateFlag, GateOrder, RotationFlag)
+    of_calls = (Kind, Pass, Flag, ByteKind, QuantizerFlag, Activation, GateFlag, GateOrder, LogProbOf, RotationFlag)
     for enum in (*of_calls, Share, Limit):
         about = " ".join((enum.__doc__ or "").split())
         name = re.sub("(?<=.)([A-Z])", r"_\1", enum.__name__).lower()
