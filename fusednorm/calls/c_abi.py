@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fusednorm.calls.c_enums import Activation, ByteKind, Flag, GateFlag, Kind, QuantizerFlag, RotationFlag
+from fusednorm.calls.c_enums import Activation, ByteKind, Flag, GateFlag, Kind, LogProbOf, QuantizerFlag, RotationFlag
 from fusednorm.calls.call import (
     Backward,
     Forward,
@@ -18,6 +18,8 @@ from fusednorm.calls.call import (
     GateBackward,
     GateSteps,
     Heads,
+    LogProb,
+    LogProbBackward,
     NormGated,
     NormGatedBackward,
     Quantize,
@@ -293,6 +295,46 @@ def pack_rotation(call: Rotate) -> bytes:
     return _only(ROTATION_ONLY, call.heads[0].x, 1, call.rows, call.inner, call.size) + pack_rotate(call)
 
 
+_LOG_PROB = struct.Struct("=11qd36q")
+_OF_LOG_PROB = {
+    "log_softmax": LogProbOf.LOG_SOFTMAX.value,
+    "logsumexp": LogProbOf.LOGSUMEXP.value,
+    "selected": LogProbOf.SELECTED.value,
+    "selected_and_entropy": LogProbOf.SELECTED_AND_ENTROPY.value,
+}
+
+
+def pack_log_prob(call: LogProb | LogProbBackward, threads: int = 1) -> bytes:
+    """Log-probabilities, or their gradient, as ``struct fn_log_prob`` of ``cpu/abi/log_prob.h``."""
+    ids, backward = call.ids, isinstance(call, LogProbBackward)
+    of_id = 0 if ids is None else ids.element_size()
+    count = 0 if ids is None else ids.numel() // call.rows
+    if isinstance(call, LogProbBackward):
+        of_logits, of_out, of_d = call.strides
+        out, d, d_entropy = _operand(call.dx, of_out), _operand(call.d, of_d), _operand(call.d_entropy)
+    else:
+        of_logits, of_out = call.strides
+        out, d, d_entropy = _operand(call.out, of_out), _ABSENT, _ABSENT
+    ignored = call.ignore_index
+    return _LOG_PROB.pack(
+        *(backward, _OF_LOG_PROB[call.name], call.logits.dtype == torch.float64),
+        *(threads, call.rows, call.inner, call.hidden_size),
+        *(of_id, count, ignored is not None, ignored or 0, call.softcap),
+        *_operand(call.logits, of_logits),
+        *out,
+        *(0, 0 if ids is None else ids.data_ptr(), 0, 0),
+        *itertools.chain(*map(_operand, (call.temperature, call.m, call.s, call.entropy))),
+        *d,
+        *d_entropy,
+    )
+
+
+def pack_logarithm(x: Tensor, out: Tensor) -> bytes:
+    """The logarithm of each number, of contiguous float32 or float64; for tests, because no operation is it alone."""
+    numbers = LogProbOf.LOGARITHM.value, x.dtype == torch.float64, 1, 1, 1, x.numel()
+    return _LOG_PROB.pack(0, *numbers, *[0] * 4, 0.0, *_operand(x), *_operand(out), *[0] * 28)
+
+
 #: How C takes each call; a GPU's launcher takes some with a call before that says on which GPU.
 PACKED: dict[type, Callable[..., bytes]] = {
     Forward: pack_forward,
@@ -302,5 +344,7 @@ PACKED: dict[type, Callable[..., bytes]] = {
     NormGated: pack_norm_gated,
     NormGatedBackward: pack_norm_gated_backward,
     Rotate: pack_rotate,
+    LogProb: pack_log_prob,
+    LogProbBackward: pack_log_prob,
     Backward: pack_backward,
 }

@@ -67,8 +67,9 @@ class AroundNorm(NamedTuple):
 class Step(NamedTuple):
     """A step beside the norm, in the same call of a backend, or in its place."""
 
-    #: "quantize", "gate", "norm_gated" or "rotate"; of gradients "affine_backward", "gate_backward" or
-    #: "norm_gated_backward". A norm of rows is then the operation that decides the backend of those rows.
+    #: "quantize", "gate", "norm_gated", "rotate" or "log_prob"; of gradients "affine_backward", "gate_backward",
+    #: "norm_gated_backward" or "log_prob_backward". A norm of rows is then the operation that decides the backend of
+    #: those rows.
     name: str
     #: Of "quantize".
     quantization: Quantization | None = None
@@ -512,9 +513,62 @@ class NormGatedBackward(NamedTuple):
         return self.operation.hidden_size
 
 
+class LogProb(NamedTuple):
+    """Log-probabilities: docs/spec.md, section 11. ``inner`` and ``strides`` are as in :class:`Forward`."""
+
+    #: "log_softmax", "logsumexp", "selected", or "selected_and_entropy".
+    name: str
+    #: [..., N].
+    logits: Tensor
+    #: [...] or [..., K], int32 or int64, contiguous; None for the first two operations.
+    ids: Tensor | None
+    #: [...], contiguous, or None.
+    temperature: Tensor | None
+    #: 0: there is none.
+    softcap: float
+    ignore_index: int | None
+    #: Receives the result, [..., N] of any dtype; or [...] or the shape of ids, of the accumulator type and contiguous.
+    out: Tensor
+    #: [...], of the accumulator type and contiguous, receive the greatest number and the sum of each row.
+    m: Tensor
+    s: Tensor
+    #: The same for the entropy, or None.
+    entropy: Tensor | None
+    hidden_size: int
+    rows: int
+    inner: int
+    #: Of logits and, where it has rows, out.
+    strides: tuple[Strides, Strides]
+
+
+class LogProbBackward(NamedTuple):
+    """The gradient of log-probabilities; the operands are those of :class:`LogProb` and what it wrote."""
+
+    name: str
+    logits: Tensor
+    ids: Tensor | None
+    temperature: Tensor | None
+    softcap: float
+    ignore_index: int | None
+    #: The incoming gradient, of the result's shape; contiguous unless it has rows.
+    d: Tensor
+    #: That of the entropy, or None.
+    d_entropy: Tensor | None
+    m: Tensor
+    s: Tensor
+    entropy: Tensor | None
+    #: [..., N] of the dtype of logits, contiguous, receives the gradient.
+    dx: Tensor
+    hidden_size: int
+    rows: int
+    inner: int
+    #: Of logits, dx and, where it has rows, d.
+    strides: tuple[Strides, Strides, Strides]
+
+
 #: A backend's ``forward`` takes those of them that it knows, and its ``backward``.
-ForwardCall: TypeAlias = Forward | Quantize | Gate | NormGated | Rotate
-BackwardCall: TypeAlias = Backward | GateBackward | NormGatedBackward
+ForwardCall: TypeAlias = Forward | Quantize | Gate | NormGated | Rotate | LogProb
+BackwardCall: TypeAlias = Backward | GateBackward | NormGatedBackward | LogProbBackward
 Call: TypeAlias = ForwardCall | BackwardCall
 
 
@@ -524,6 +578,8 @@ def device_of(call: Call) -> torch.device:
         return call.norm.operation.device
     if isinstance(call, (Gate, GateBackward)):
         return call.z.device
+    if isinstance(call, (LogProb, LogProbBackward)):
+        return call.logits.device
     if isinstance(call, Rotate):
         return call.heads[0].x.device
     return call.out.device if isinstance(call, Quantize) else call.operation.device

@@ -114,6 +114,9 @@ def explain(
         alone = listed.steps == "gate" and len(listed.operands) == 1
         done = f"{listed.name} is computed" if alone else "the rows are gated"
         found = replace(found, plan=f"{found.plan}; {done} {by}")
+    if listed.steps == "log_prob":
+        by = own if found.takes(Step("log_prob")) else by_torch
+        found = replace(found, plan=f"{found.plan}; log-probabilities are computed {by}")
     if "rotate" in listed.steps:
         step, plan, by = Step("rotate", None, (x.dtype,)), found.plan, by_torch
         if found.takes(step):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from numbers import Real
 from typing import Any, cast
 
@@ -12,6 +13,8 @@ from torch import Tensor
 from fusednorm.calls.call import Flags, accumulator
 from fusednorm.calls.checks import check_cap, check_flags, check_operands, number, refuse_type
 from fusednorm.calls.declared import Declaration, Operand, Result, Role
+from fusednorm.engine import log_prob
+from fusednorm.engine.log_prob import Selecting
 from fusednorm.operations.declared import Operation
 from fusednorm.reference import log_prob as reference
 
@@ -55,10 +58,28 @@ def _check_ids(logits: Tensor, ids: Tensor, ignore_index: int | None) -> None:
         )
 
 
-def _selected(
-    logits: Tensor, ids: Tensor, temperature: Tensor | None, softcap: float | None, ignore_index: int | None
-) -> tuple[Tensor, ...]:
-    return reference.selected(logits, ids, temperature, softcap, ignore_index, entropy=False)
+def _run_log_softmax(logits: Tensor, out_dtype: torch.dtype | None) -> tuple[Tensor, ...]:
+    found = log_prob.forward("log_softmax", logits, out_dtype=out_dtype)
+    return reference.log_softmax(logits, out_dtype) if found is None else (found.out, found.m, found.s)
+
+
+def _run_logsumexp(logits: Tensor) -> tuple[Tensor, ...]:
+    found = log_prob.forward("logsumexp", logits)
+    return reference.logsumexp(logits) if found is None else (found.out, found.m, found.s)
+
+
+def _gradient_of_whole(name: str, formula: Callable[..., tuple[Tensor | None]]) -> Callable[..., tuple[Tensor | None]]:
+    """The gradient of an operation without ids."""
+
+    def run(d: Tensor, logits: Tensor, m: Tensor, s: Tensor, needs: list[bool]) -> tuple[Tensor | None]:
+        found = log_prob.backward(name, d, None, logits, m, s) if needs[0] else None
+        return formula(d, logits, m, s, needs) if found is None else (found,)
+
+    return run
+
+
+def _selected(logits: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    return reference.selected(logits, *others, entropy=False)
 
 
 def _selected_gradient(
@@ -77,10 +98,35 @@ def _selected_gradient(
     return (reference.selected_gradient(d, None, logits, ids, temperature, m, s, None, softcap, ignore_index),)
 
 
-def _with_entropy(
+def _run_selected(
     logits: Tensor, ids: Tensor, temperature: Tensor | None, softcap: float | None, ignore_index: int | None
 ) -> tuple[Tensor, ...]:
-    lp, entropy, m, s = reference.selected(logits, ids, temperature, softcap, ignore_index, entropy=True)
+    _check_ids(logits, ids, ignore_index)
+    selecting = Selecting(ids, temperature, softcap, ignore_index)
+    found = log_prob.forward("selected", logits, selecting)
+    return _selected(logits, *selecting) if found is None else (found.out, found.m, found.s)
+
+
+def _run_selected_gradient(
+    d: Tensor,
+    logits: Tensor,
+    ids: Tensor,
+    temperature: Tensor | None,
+    m: Tensor,
+    s: Tensor,
+    softcap: float | None,
+    ignore_index: int | None,
+    needs: list[bool],
+) -> tuple[Tensor | None]:
+    selecting = Selecting(ids, temperature, softcap, ignore_index)
+    found = log_prob.backward("selected", d, None, logits, m, s, None, selecting) if needs[0] else None
+    if found is not None:
+        return (found,)
+    return _selected_gradient(d, logits, ids, temperature, m, s, softcap, ignore_index, needs)
+
+
+def _with_entropy(logits: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    lp, entropy, m, s = reference.selected(logits, *others, entropy=True)
     return lp, entropy, m, s, entropy
 
 
@@ -103,19 +149,45 @@ def _with_entropy_gradient(
     return (reference.selected_gradient(d, d_entropy, logits, ids, temperature, m, s, entropy, *how),)
 
 
-class _Selecting(Operation):
-    """An operation with ids, which are looked at where they lie in a CPU's memory."""
+def _run_with_entropy(
+    logits: Tensor, ids: Tensor, temperature: Tensor | None, softcap: float | None, ignore_index: int | None
+) -> tuple[Tensor, ...]:
+    _check_ids(logits, ids, ignore_index)
+    selecting = Selecting(ids, temperature, softcap, ignore_index)
+    found = log_prob.forward("selected_and_entropy", logits, selecting)
+    if found is None or found.entropy is None:
+        return _with_entropy(logits, *selecting)
+    return found.out, found.entropy, found.m, found.s, found.entropy
 
-    def __init__(self, declaration: Declaration) -> None:
-        def run(*arguments: Any) -> tuple[Tensor, ...]:
-            logits, ids, *_, ignore_index = arguments
-            _check_ids(logits, ids, ignore_index)
-            return declaration.formula(*arguments)
 
-        super().__init__(declaration, run)
+def _run_with_entropy_gradient(
+    d: Tensor,
+    d_entropy: Tensor,
+    logits: Tensor,
+    ids: Tensor,
+    temperature: Tensor | None,
+    m: Tensor,
+    s: Tensor,
+    entropy: Tensor,
+    softcap: float | None,
+    ignore_index: int | None,
+    needs: list[bool],
+) -> tuple[Tensor | None]:
+    selecting, name = Selecting(ids, temperature, softcap, ignore_index), "selected_and_entropy"
+    found = log_prob.backward(name, d, d_entropy, logits, m, s, entropy, selecting) if needs[0] else None
+    if found is not None:
+        return (found,)
+    how = (softcap, ignore_index, needs)
+    return _with_entropy_gradient(d, d_entropy, logits, ids, temperature, m, s, entropy, *how)
 
 
-_LOG_SOFTMAX = Operation(
+class _Operation(Operation):
+    """An operation with log-probabilities, which a backend may have in one call."""
+
+    steps = "log_prob"
+
+
+_LOG_SOFTMAX = _Operation(
     Declaration(
         "log_softmax",
         operands=(Operand("logits"),),
@@ -123,18 +195,22 @@ _LOG_SOFTMAX = Operation(
         flags={"out_dtype": None},
         formula=reference.log_softmax,
         gradient=reference.log_softmax_gradient,
-    )
+    ),
+    _run_log_softmax,
+    _gradient_of_whole("log_softmax", reference.log_softmax_gradient),
 )
-_LOGSUMEXP = Operation(
+_LOGSUMEXP = _Operation(
     Declaration(
         "logsumexp",
         operands=(Operand("logits"),),
         results=(Result(role=Role.NUMBERS, wide=True), *_SUMS),
         formula=reference.logsumexp,
         gradient=reference.logsumexp_gradient,
-    )
+    ),
+    _run_logsumexp,
+    _gradient_of_whole("logsumexp", reference.logsumexp_gradient),
 )
-_SELECTED = _Selecting(
+_SELECTED = _Operation(
     Declaration(
         "selected_log_prob",
         results=(_LOG_PROB, *_SUMS),
@@ -142,9 +218,11 @@ _SELECTED = _Selecting(
         gradient=_selected_gradient,
         check=_check_softcap,
         **_SELECTING,
-    )
+    ),
+    _run_selected,
+    _run_selected_gradient,
 )
-_WITH_ENTROPY = _Selecting(
+_WITH_ENTROPY = _Operation(
     Declaration(
         "selected_log_prob_and_entropy",
         results=(
@@ -157,7 +235,9 @@ _WITH_ENTROPY = _Selecting(
         gradient=_with_entropy_gradient,
         check=_check_softcap,
         **_SELECTING,
-    )
+    ),
+    _run_with_entropy,
+    _run_with_entropy_gradient,
 )
 
 

@@ -239,6 +239,7 @@ def selected(
     temperature: Tensor | None,
     softcap: float | None,
     ignore_index: int | None,
+    *,
     entropy: bool,
 ) -> tuple[Tensor, ...]:
     """Log-probabilities of ids, with ``entropy`` the entropy, and m and s; see :func:`selected_gradient`."""

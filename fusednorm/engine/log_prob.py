@@ -1,0 +1,135 @@
+"""Log-probabilities by a backend that has them in one call, else by the formula."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusednorm.calls.call import Flags, LogProb, LogProbBackward, Step, accumulator, operation_of
+from fusednorm.calls.checks import check_kept
+from fusednorm.calls.memory import in_levels, packed
+from fusednorm.engine.choose import Chosen
+from fusednorm.engine.execute import whole_of
+
+
+class Found(NamedTuple):
+    """The results of a backend."""
+
+    out: Tensor
+    #: Where the operation has it.
+    entropy: Tensor | None
+    m: Tensor
+    s: Tensor
+
+
+class Selecting(NamedTuple):
+    """The operands of a row beside its logits, and the steps before its softmax."""
+
+    ids: Tensor | None = None
+    temperature: Tensor | None = None
+    softcap: float | None = None
+    ignore_index: int | None = None
+
+
+NOTHING = Selecting()
+
+
+def _packed(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else packed(tensor)
+
+
+def backend_of(logits: Tensor, step: str) -> Chosen | None:
+    """The backend for such rows, if it has such a call."""
+    return whole_of(operation_of(logits, None, None, Flags()), Step(step))
+
+
+def forward(
+    name: str, logits: Tensor, selecting: Selecting = NOTHING, out_dtype: torch.dtype | None = None
+) -> Found | None:
+    """The results and what gradients take; None: the formula computes them.
+
+    ``name``: see :class:`fusednorm.calls.call.LogProb`. ``out_dtype``: of log_softmax.
+    """
+    backend = backend_of(logits, "log_prob")
+    if backend is None:
+        return None
+    size, rows, wide = logits.shape[-1], logits.shape[:-1], accumulator(logits.dtype)
+
+    def numbers(shape: torch.Size = rows) -> Tensor:
+        return torch.empty(shape, dtype=wide, device=logits.device)
+
+    if name == "log_softmax":
+        out = torch.empty(logits.shape, dtype=out_dtype or logits.dtype, device=logits.device)
+    else:
+        out = numbers(rows if selecting.ids is None else selecting.ids.shape)
+    entropy, m, s = numbers() if name == "selected_and_entropy" else None, numbers(), numbers()
+    if rows.numel():
+        layout: Any = in_levels((), (logits,))
+        inner, (of_logits,), (given,) = layout
+        backend.forward(
+            LogProb(
+                name=name,
+                logits=given,
+                ids=_packed(selecting.ids),
+                temperature=_packed(selecting.temperature),
+                softcap=selecting.softcap or 0.0,
+                ignore_index=selecting.ignore_index,
+                out=out,
+                m=m,
+                s=s,
+                entropy=entropy,
+                hidden_size=size,
+                rows=rows.numel(),
+                inner=inner,
+                strides=(of_logits, (inner * size, size)),
+            )
+        )
+    return Found(out, entropy, m, s)
+
+
+def backward(
+    name: str,
+    d: Tensor,
+    d_entropy: Tensor | None,
+    logits: Tensor,
+    m: Tensor,
+    s: Tensor,
+    entropy: Tensor | None = None,
+    selecting: Selecting = NOTHING,
+) -> Tensor | None:
+    """The gradient of logits; None: the formula computes it."""
+    backend = backend_of(logits, "log_prob_backward")
+    if backend is None:
+        return None
+    check_kept((d, d_entropy), (logits, m, s, entropy, *selecting[:2]))
+    dx = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    size, rows = logits.shape[-1], logits.shape[:-1].numel()
+    if rows and selecting.ids is not None and not selecting.ids.numel():
+        return dx.zero_()
+    if rows:
+        whole = name == "log_softmax"
+        layout: Any = in_levels((), (logits, d if whole else None))
+        inner, (of_logits, of_d), (given, of_rows) = layout
+        backend.backward(
+            LogProbBackward(
+                name=name,
+                logits=given,
+                ids=_packed(selecting.ids),
+                temperature=_packed(selecting.temperature),
+                softcap=selecting.softcap or 0.0,
+                ignore_index=selecting.ignore_index,
+                d=of_rows if whole else packed(d),
+                d_entropy=_packed(d_entropy),
+                m=packed(m),
+                s=packed(s),
+                entropy=_packed(entropy),
+                dx=dx,
+                hidden_size=size,
+                rows=rows,
+                inner=inner,
+                strides=(of_logits, (inner * size, size), of_d),
+            )
+        )
+    return dx
