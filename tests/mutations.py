@@ -31,7 +31,7 @@ FILES = ("pyproject.toml", "tox.ini", "README.md", "LICENSE")
 
 #: A mutant whose description begins so is run against the files of that name alone, of the tests and of the kit, and
 #: against those of all operations if it is one of these.
-OF_OPERATIONS = ("Norm_before_add", "Affine", "Gated", "Norm_gated", "Quantized", "Rotation")
+OF_OPERATIONS = ("Norm_before_add", "Affine", "Gated", "Norm_gated", "Quantized", "Rotation", "Log_prob")
 ONE_FILE = (
     *("Triton_cpu", "Triton", "CUDA", "Distributed", "Registry", "Call", "Layout", "Listeners", "Onnx"),
     *OF_OPERATIONS,
