@@ -36,7 +36,7 @@ def rms_norm(exact: bool, x: Value, weight: Value | None, *flags: Any) -> tuple[
 
 
 def layer_norm(exact: bool, x: Value, weight: Value | None, bias: Value | None, *flags: Any) -> tuple[Value, Value]:
-    """The same of section 11."""
+    """The same of section 12."""
     return _normalised(exact, _widened(x, _accumulator(x)), x, weight, bias, Flags(*flags)._replace(center=True))
 
 
@@ -50,7 +50,7 @@ def fused_add_rms_norm(
 def fused_add_layer_norm(
     exact: bool, x: Value, residual: Value, weight: Value | None, bias: Value | None, *flags: Any
 ) -> tuple[Value, Value, Value]:
-    """The same of section 11."""
+    """The same of section 12."""
     return _of_sum(exact, x, residual, weight, bias, Flags(*flags)._replace(center=True))
 
 

@@ -167,7 +167,7 @@ def layer_norm(
 ) -> Tensor:
     """Layer-normalises the last dimension: ``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias``.
 
-    The variance is the mean of the squares of ``x - mean(x)``, in two passes over a row: ``docs/spec.md``, section 11.
+    The variance is the mean of the squares of ``x - mean(x)``, in two passes over a row: ``docs/spec.md``, section 12.
 
     Args:
         x: [..., N]; see :func:`fusednorm.rms_norm`, as all arguments that are not named here.

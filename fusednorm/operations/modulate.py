@@ -1,4 +1,4 @@
-"""Modulation of normalised rows, as diffusion transformers have it (docs/spec.md, section 11)."""
+"""Modulation of normalised rows, as diffusion transformers have it (docs/spec.md, section 12)."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def same(a, b):
 
 @pytest.mark.parametrize("mean", [0.0, 3.0, -300.0])
 def test_the_error_is_within_the_bound(mean):
-    """Of docs/spec.md, section 11; both roundings of the affine step are added."""
+    """Of docs/spec.md, section 12; both roundings of the affine step are added."""
     u, depth = 2.0**-24, 7
     x = X + mean
     exact = x.double() - x.double().mean(-1, keepdim=True)
