@@ -246,7 +246,7 @@ def check_affine(
 
 def check_samples(name: str, operand: Tensor, x: Tensor, x_name: str, *, in_memory: bool) -> None:
     """That it is [..., N] as x, or lacks dimensions before the last one; and that there is memory, if there must be."""
-    _check_floats(name, operand, x, x_name)
+    check_floats(name, operand, x, x_name)
     kept = operand.dim() - 1
     if not 0 <= kept < x.dim() or operand.shape != (*x.shape[:kept], x.shape[-1]):
         samples = f", or {[x.shape[0], x.shape[-1]]} for all rows of a sample" if x.dim() > 2 else ""
