@@ -12,10 +12,12 @@ struct plan {
     int norm; /* the kind that h * rstd is rounded to, or NONE */
     int gain; /* the weight as tables have it: its kind, WITH_OFFSET, or ANY */
     int round_sum, offset; /* whether h is the rounded sum and not itself float; whether the weight has an offset */
+    int center; /* whether rows are normalised less their means */
     int h, keep; /* the kind that the second pass reads h in; whether the first pass keeps it in scratch, as float */
 };
 
 static int by_parity(const struct fn_forward_job *job) {
+    if (job->flags & FN_CENTER && job->residual_kind && !(job->flags & FN_ROUND_SUM)) return 0; /* there are no such passes */
     return ALL_BF16 == BF16P && job->x_kind == FN_BF16 && job->out_kind == FN_BF16 &&
            (job->residual_kind == FN_NONE || job->residual_kind == FN_BF16) &&
            (job->weight_kind == FN_NONE || job->weight_kind == FN_BF16) &&
@@ -39,6 +41,8 @@ static struct plan plan_of(const struct fn_forward_job *job) {
     /* h is an operand, unless it is a sum before rounding. The second pass reads an operand of out's kind, or float. */
     int operand = p.residual ? p.residual : p.x;
     p.keep = (p.residual && p.residual != F32 && !p.round_sum) || (operand != p.out && operand != F32);
+    p.center = (job->flags & FN_CENTER) != 0;
+    if (p.center && !FN_OF(centered_passes).means[p.x][p.residual][p.round_sum]) p.keep = 1;
     p.h = p.keep ? F32 : operand;
     return p;
 }
@@ -58,7 +62,8 @@ static struct affine affine_of(const struct fn_forward_job *job, const struct pl
     const int64_t room = fn_float_row(job->hidden);
     const float offset = (float)job->weight_offset;
     const int bias = p->out == BF16P && job->bias_kind ? BF16P : job->bias_kind;
-    as_is = as_is && p->weight == p->out && bias == p->out && !p->offset && p->h == p->out && second_passes_to(p->out)->affine_as_is[p->norm][p->out];
+    scale_fn *const known = p->center ? FN_OF(centered_passes).as_is[p->norm][p->out] : second_passes_to(p->out)->affine_as_is[p->norm][p->out];
+    as_is = as_is && p->weight == p->out && bias == p->out && !p->offset && p->h == p->out && known;
     struct affine a = {job->weight, job->bias, job->weight_stride, job->bias_stride, job->heads, as_is};
     if (as_is) return a;
     if (p->weight != F32 || p->offset) {
@@ -92,9 +97,53 @@ static struct fn_forward_job job_from(const struct fn_forward_job *job, int64_t 
     return part;
 }
 
+#if !defined(REST)
+FN_INLINE U store_any(int kind, void *row, int64_t i, int n, U value) {
+    if (kind == F16) return u_store(F16, row, i, n, value);
+    if (kind == BF16) return u_store(BF16, row, i, n, value);
+    return u_store(F32, row, i, n, value);
+}
+
+/* Rows of kinds that have no functions to be centered: h is kept as float, as x of other rows then. */
+static void widen_rows(const struct fn_forward_job *part, const struct batch *batch) {
+    for (int64_t k = 0; k < batch->rows; k++) {
+        const struct row row = row_at(part->residual_kind, part, k);
+        void *const total = batch->residual_out ? batch->residual_out + k * batch->residual_out_stride : row.residual_out;
+        for (int64_t i = 0; i < part->hidden; i += UNIT) {
+            const int n = part->hidden - i < UNIT ? (int)(part->hidden - i) : UNIT;
+            U h = load_any(part->x_kind, row.x, i, n);
+            if (part->residual_kind) {
+                h = u_add(h, load_any(part->residual_kind, row.residual, i, n));
+                const U rounded = store_any(part->residual_kind, total, i, n, h);
+                if (part->flags & FN_ROUND_SUM) h = rounded;
+            }
+            u_store(F32, (char *)batch->kept + k * batch->h_stride, i, UNIT, h);
+        }
+    }
+}
+#endif
+
+/* The means of rows, and the sums of the squares of what is left of them. */
+static void center_rows(const struct plan *p, const struct fn_forward_job *part, struct batch *batch) {
+    const struct centered_passes *const passes = &FN_OF(centered_passes);
+    sum_fn *means = passes->means[p->x][p->residual][p->round_sum];
+    struct fn_forward_job kept = *part;
+#if !defined(REST)
+    if (!means) {
+        widen_rows(part, batch);
+        means = passes->means[F32][NONE][UNROUNDED];
+        kept.x = batch->h;
+        kept.x_stride = batch->h_stride;
+    }
+#endif
+    means(&kept, batch);
+    passes->squares[p->h](part, batch);
+}
+
 /* The first pass over a batch, up to rstd. */
 static void first_pass(const struct plan *p, const struct fn_forward_job *part, struct batch *batch) {
-    sums[p->x][p->residual][p->round_sum](part, batch);
+    if (p->center) center_rows(p, part, batch);
+    else sums[p->x][p->residual][p->round_sum](part, batch);
     for (int64_t k = 0; k < batch->rows; k++) batch->rstd[k] = rstd_of(batch->rstd[k], part->hidden, part->eps);
     if (part->rstd) memcpy(part->rstd, batch->rstd, (size_t)batch->rows * sizeof(float));
 }
@@ -102,7 +151,9 @@ static void first_pass(const struct plan *p, const struct fn_forward_job *part, 
 static void second_pass(const struct plan *p, const struct fn_forward_job *part, const struct batch *batch) {
     const struct second_passes *const passes = second_passes_to(p->out);
     scale_fn *const known = passes->of[p->norm][p->gain][p->out][p->h == p->out];
-    if (batch->affine && batch->affine->as_is) passes->affine_as_is[p->norm][p->out](part, batch);
+    const int as_is = batch->affine && batch->affine->as_is;
+    if (p->center) (as_is ? FN_OF(centered_passes).as_is[p->norm][p->out] : FN_OF(centered_passes).second[p->out][p->h == p->out])(part, batch);
+    else if (as_is) passes->affine_as_is[p->norm][p->out](part, batch);
     else if (batch->affine) passes->of_any[1][p->out][p->h == p->out](part, batch);
     else (known ? known : passes->of_any[0][p->out][p->h == p->out])(part, batch);
 }
@@ -181,7 +232,7 @@ void FN_OF(forward_rows)(const struct fn_forward_job *job, int64_t begin, int64_
     }
     const struct plan p = plan_of(job);
 #if defined(REST)
-    const int adds_f16 = ADDS_F16 && p.x == F16 && p.residual == F16 && p.round_sum && p.out == F16;
+    const int adds_f16 = ADDS_F16 && p.x == F16 && p.residual == F16 && p.round_sum && p.out == F16 && !p.center;
     if (p.x != BF16P && !adds_f16) {
         FN_JOIN(fn_forward_rows, REST)(job, begin, end, scratch);
         return;
@@ -197,7 +248,7 @@ void FN_OF(forward_rows)(const struct fn_forward_job *job, int64_t begin, int64_
         return;
     }
     const int is_short = job->hidden < FN_SEGMENT, few = end - begin < ONE_KIND_ROWS;
-    int one_kind = !few && p.x == p.out && p.h == p.out && !p.keep &&
+    int one_kind = !p.center && !few && p.x == p.out && p.h == p.out && !p.keep &&
                    FN_OF(overlaps)[p.x][p.residual != NONE][0][NONE] && /* BF16 has none where BF16P has */
                    (is_short || job->overlaps);
     struct affine rows;

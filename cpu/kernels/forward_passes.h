@@ -76,11 +76,9 @@ FN_INLINE U gain_of_any(int out, const struct scale *s, int64_t i, int n) {
     return s->offset != 0 ? u_add(g, u_set1(s->offset)) : g;
 }
 
-/* `affine` is the kind of the bias, NONE where the row is not affine. */
-FN_INLINE void scale_unit(int h, int norm, int weight, int affine, int out, const struct scale *s, int64_t i, int n,
-                          int bypass_cache) {
-    /* Floats that were stored by parity have n elements in both halves of a unit, and room for all of it. */
-    U y = u_mul(u_load(h, s->h, i, h == F32 && out == BF16P ? UNIT : n), u_set1(s->rstd));
+/* The rest for a normalised unit. `affine` is the kind of the bias, NONE where the row is not affine. */
+FN_INLINE void finish_unit(U y, int norm, int weight, int affine, int out, const struct scale *s, int64_t i, int n,
+                           int bypass_cache) {
     if (norm == ANY) y = round_any(s->norm, y);
     else if (norm != NONE) y = u_round(norm, y);
     if (weight == ANY) y = s->weight ? u_mul(y, gain_of_any(out, s, i, n)) : y;
@@ -89,6 +87,13 @@ FN_INLINE void scale_unit(int h, int norm, int weight, int affine, int out, cons
     if (affine != NONE) y = u_add(y, u_load(affine, s->bias, i, affine == F32 && out == BF16P ? UNIT : n));
     if (STREAMS && bypass_cache) u_stream(out, s->out, i, n, y);
     else u_store(out, s->out, i, n, y);
+}
+
+FN_INLINE void scale_unit(int h, int norm, int weight, int affine, int out, const struct scale *s, int64_t i, int n,
+                          int bypass_cache) {
+    /* Floats that were stored by parity have n elements in both halves of a unit, and room for all of it. */
+    const U y = u_mul(u_load(h, s->h, i, h == F32 && out == BF16P ? UNIT : n), u_set1(s->rstd));
+    finish_unit(y, norm, weight, affine, out, s, i, n, bypass_cache);
 }
 
 /* The kind of the weight: that of the bias; float, where there is none. */

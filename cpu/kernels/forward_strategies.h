@@ -30,6 +30,7 @@ struct batch {
     char *residual_out; /* NULL, or where residual_out goes, bypassing the caches; the job's lies in scratch then */
     int64_t residual_out_stride;
     float rstd[BATCH]; /* the sums of squares until the first pass is over */
+    float mean[BATCH]; /* of rows that are centered */
 };
 
 static int64_t batch_rows(const struct fn_forward_job *job) {
@@ -48,15 +49,19 @@ FN_INLINE struct row row_at(int residual, const struct fn_forward_job *job, int6
     };
 }
 
+FN_INLINE struct extra_outputs extra_of(const struct batch *batch, int64_t k) {
+    return (struct extra_outputs){
+        .h = batch->kept ? (float *)((char *)batch->kept + k * batch->h_stride) : NULL,
+        .residual_out = batch->residual_out ? batch->residual_out + k * batch->residual_out_stride : NULL,
+    };
+}
+
 /* First pass over the rows. */
 FN_INLINE void sum_rows(int x, int residual, int round_sum, const struct fn_forward_job *job, struct batch *batch) {
     int from_memory = job->from_memory;
     int64_t hidden = job->hidden;
     for (int64_t k = 0; k < batch->rows; k++) {
-        const struct extra_outputs extra = {
-            .h = batch->kept ? (float *)((char *)batch->kept + k * batch->h_stride) : NULL,
-            .residual_out = batch->residual_out ? batch->residual_out + k * batch->residual_out_stride : NULL,
-        };
+        const struct extra_outputs extra = extra_of(batch, k);
         struct row row = row_at(residual, job, k);
         row.extra = extra.h || extra.residual_out ? &extra : NULL;
         row.sums = batch->sums;

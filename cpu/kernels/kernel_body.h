@@ -123,8 +123,9 @@ FN_KERNELS(FN_DECLARED_IN_REST)
 #define FN_NORMS 1
 #define FN_ROWS_OF_ONE_KIND 2
 #define FN_GRADIENTS_AND_STEPS 4
+#define FN_CENTERED 8
 #if !defined(FN_FAMILY)
-#define FN_FAMILY (FN_NORMS | FN_ROWS_OF_ONE_KIND | FN_GRADIENTS_AND_STEPS)
+#define FN_FAMILY (FN_NORMS | FN_ROWS_OF_ONE_KIND | FN_GRADIENTS_AND_STEPS | FN_CENTERED)
 #endif
 
 /* The first three levels of a tree, over eight units that are `apart` from each other. */
@@ -153,6 +154,11 @@ FN_INLINE void halve_rows(int by_parity, const float *units, float *sums) {
     for (int k = 0; k < BATCH; k++) sums[k] = u_halve(by_parity, u_load(F32, units, k * UNIT, UNIT));
 }
 #endif
+
+/* Makes all but the first n elements of a unit +0, where terms of a sum that are not there would not be. */
+FN_INLINE void clear_rest(int by_parity, float *unit, int64_t n) {
+    for (int64_t k = n; k < UNIT; k++) unit[by_parity ? k % 2 * (UNIT / 2) + k / 2 : k] = 0;
+}
 
 /* Halves `count` values, padded with +0 to a power of two, until one is left. */
 static float halve_sums(float *sums, int64_t count) {
@@ -197,12 +203,14 @@ static void widen_weight(int kind, const void *weight, float offset, float fill,
     }
 }
 
-#if FN_FAMILY & (FN_NORMS | FN_ROWS_OF_ONE_KIND)
+#if FN_FAMILY & (FN_NORMS | FN_ROWS_OF_ONE_KIND | FN_CENTERED)
 #include "kernels/forward_passes.h"
 
 #include "kernels/forward_strategies.h"
 
 #include "kernels/kernel_tables.h"
+
+#include "kernels/center_body.h"
 #endif
 
 #if FN_FAMILY & FN_NORMS

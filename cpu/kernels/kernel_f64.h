@@ -50,6 +50,13 @@ static double sum_f64(double *values, int64_t padded) {
     return values[0];
 }
 
+/* Subtracts a row's mean; `room` has whole segments. */
+static void center_f64(double *row, int64_t n, int64_t padded, double *room) {
+    for (int64_t i = 0; i < padded; i++) room[i] = i < n ? row[i] : 0;
+    const double mean = sum_f64(room, padded) / (double)n;
+    for (int64_t i = 0; i < n; i++) row[i] -= mean;
+}
+
 static void forward_rows_f64(const struct fn_forward_job *job, int64_t begin, int64_t end, void *scratch) {
     int64_t n = job->hidden, padded = (n + FN_SEGMENT - 1) / FN_SEGMENT * FN_SEGMENT;
     double *h = scratch, *other = h + padded;
@@ -63,6 +70,7 @@ static void forward_rows_f64(const struct fn_forward_job *job, int64_t begin, in
             if (job->flags & FN_ROUND_SUM) widen_to_f64(job->residual_kind, residual_out, h, n);
         }
         if (!job->out_kind) continue;
+        if (job->flags & FN_CENTER) center_f64(h, n, padded, other);
         if (job->flags & FN_SCALE_ONLY) {
             for (int64_t i = 0; i < n; i++) h[i] *= job->eps;
             narrow_from_f64(job->out_kind, h, job->out + m * job->out_stride, n);

@@ -72,8 +72,10 @@
 #define OVERLAPS(fn) ONE_KIND(fn, NONE) ONE_KIND(fn, F32)
 #endif
 
-#if FN_FAMILY & FN_NORMS
 typedef void sum_fn(const struct fn_forward_job *, struct batch *);
+typedef void scale_fn(const struct fn_forward_job *, const struct batch *);
+
+#if FN_FAMILY & FN_NORMS
 #define SUM(x, residual, round_sum)                                                                         \
     static void sum_##x##_##residual##_##round_sum(const struct fn_forward_job *job, struct batch *batch) { \
         sum_rows(x, residual, round_sum, job, batch);                                                       \
@@ -82,7 +84,6 @@ typedef void sum_fn(const struct fn_forward_job *, struct batch *);
 SUMS(SUM)
 static sum_fn *const sums[KINDS][KINDS][2] = {SUMS(SUM_ENTRY)};
 
-typedef void scale_fn(const struct fn_forward_job *, const struct batch *);
 #define SCALE(h, norm, weight, bias, out)                                                       \
     static void scale_##h##_##norm##_##weight##_##bias##_##out(const struct fn_forward_job *job, \
                                                                const struct batch *batch) {      \

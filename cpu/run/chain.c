@@ -159,7 +159,7 @@ int fn_forward(const struct fn_call *calls, int count) {
             bytes = fn_scratch_bytes(job);
         }
         fn_tune(job, rows);
-        if (job->bias || job->heads > 1) {
+        if (job->bias || job->heads > 1 || job->flags & FN_CENTER) {
             job->affine = bytes;
             bytes += fn_affine_bytes(job);
         }

@@ -42,7 +42,7 @@ KINDS: dict[torch.dtype | None, int] = {
 # Integers of this module: an attribute of an enumeration costs 0.1 us, and packing is a tenth of a short call.
 _flags = tuple(flag.value for flag in Flag)
 ROUND_SUM, ROUND_NORM, SCALE_ONLY, QUANTIZED, QUANTIZE_ONLY = _flags[:5]
-GATE_AFTER, GATE_BEFORE, GATE_ONLY, ROTATION_ONLY = _flags[5:]
+GATE_AFTER, GATE_BEFORE, GATE_ONLY, ROTATION_ONLY, CENTER = _flags[5:]
 NORMALISED, INTERLEAVED = (flag.value for flag in RotationFlag)
 CLAMP_AFTER, ROUND_STEPS, IN_TURNS = (flag.value for flag in GateFlag)
 
@@ -95,7 +95,7 @@ def pack_forward(call: Forward, threads: int = 1, more_flags: int = 0) -> bytes:
         to = _ABSENT if out_type is None else _passed(out_type, inner, hidden_size)
     # Written out, because this is a tenth of a short call.
     return before + _pack_seven(
-        *(0, flags + more_flags, *numbers, 0, heads, eps, weight_offset, *given),
+        *(0, flags + more_flags + operation.center * CENTER, *numbers, 0, heads, eps, weight_offset, *given),
         *(_ABSENT if residual is None else (KINDS[residual_type], residual.data_ptr(), *residual_strides)),
         *(_ABSENT if weight is None else (KINDS[weight_type], weight.data_ptr(), 0, weight_stride)),
         *to,
@@ -120,7 +120,7 @@ def pack_backward(call: Backward, threads: int = 1, block: int = 0, partial: Ten
     dy, d_residual_out, h, rstd, weight, dx, dresidual, dweight, operation, rows, inner, strides = call[:12]
     device, hidden_size = operation.device.index or 0, operation.hidden_size
     return _pack(
-        *(1, 0, device, threads, rows, inner, hidden_size, block, 0, call.heads, 0.0, call.weight_offset),
+        *(1, operation.center * CENTER, device, threads, rows, inner, hidden_size, block, 0, call.heads, 0.0, call.weight_offset),
         *_operand(dy, strides[0]),
         *_operand(d_residual_out, strides[1]),
         *_operand(h, strides[2]),

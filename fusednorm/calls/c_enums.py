@@ -28,7 +28,8 @@ class Flag(IntEnum):
     QUANTIZED: a `struct fn_quantizer` follows in memory, which takes the rows of out; QUANTIZE_ONLY: it takes
     the rows of x, and there is nothing else. GATE_AFTER, GATE_BEFORE: a `struct fn_gate` follows, which takes
     the rows of out, or whose rows are taken as x, and rounded, with ROUND_NORM, to out's kind; GATE_ONLY: there
-    is nothing else. ROTATION_ONLY: a `struct fn_rotation` follows, and there is nothing else; for GPUs.
+    is nothing else. ROTATION_ONLY: a `struct fn_rotation` follows, and there is nothing else; for GPUs. CENTER:
+    rows are normalised less their means.
     """
 
     ROUND_SUM = 1
@@ -40,6 +41,7 @@ class Flag(IntEnum):
     GATE_BEFORE = 64
     GATE_ONLY = 128
     ROTATION_ONLY = 256
+    CENTER = 512
 
 
 class ByteKind(IntEnum):
