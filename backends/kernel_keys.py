@@ -104,6 +104,8 @@ class ForwardKind(NamedTuple):
     quantizer: QuantizerKind | None = None
     #: The gate after the norm, or before it.
     gate: GateOfNorm | None = None
+    #: Whether rows are normalised less their means.
+    center: bool = False
 
     @classmethod
     def of(cls, call: Forward) -> ForwardKind:
@@ -122,6 +124,7 @@ class ForwardKind(NamedTuple):
             call.inner != call.rows,
             operation.first,
             operation.around,
+            center=operation.center,
         )
 
     @classmethod
@@ -155,7 +158,8 @@ class ForwardKind(NamedTuple):
         """The kind of most calls of an operation."""
         dtypes = (operation.x, operation.residual, operation.weight, operation.out, operation.residual_out)
         flags = (operation.round_sum, operation.round_norm, False, False)
-        return cls(*dtypes, operation.hidden_size, *flags, alignment, first=operation.first, around=operation.around)
+        others = {"first": operation.first, "around": operation.around, "center": operation.center}
+        return cls(*dtypes, operation.hidden_size, *flags, alignment, **others)
 
     @property
     def accumulator(self) -> torch.dtype:
@@ -192,6 +196,8 @@ class BackwardKind(NamedTuple):
     alignment: int
     #: Whether rows lie in two levels.
     two_levels: bool = False
+    #: Whether rows were normalised less their means.
+    center: bool = False
 
     @classmethod
     def of(cls, call: Backward, partial: Tensor | None) -> BackwardKind:
@@ -211,6 +217,7 @@ class BackwardKind(NamedTuple):
             call.weight_offset != 0,
             _alignment(tuple(rows), others),
             call.inner != call.rows,
+            call.operation.center,
         )
 
     def operands(self) -> dict[str, torch.dtype | None]:
@@ -424,11 +431,14 @@ def blocks_of(rows: int) -> tuple[int, int]:
 
 
 def scratch_of(call: Backward) -> Tensor | None:
-    """Room for the blocks' shares of the weight's gradient, [blocks, N]; None where that is not wanted."""
+    """Room for the blocks' shares of the weight's gradient, blocks * N, and for the means of rows that are centered.
+
+    None where that gradient is not wanted.
+    """
     if call.dweight is None:
         return None
-    shape = (blocks_of(call.rows)[1], call.operation.hidden_size)
-    return torch.empty(shape, dtype=call.rstd.dtype, device=call.h.device)
+    size = blocks_of(call.rows)[1] * call.operation.hidden_size + (call.rows if call.operation.center else 0)
+    return torch.empty(size, dtype=call.rstd.dtype, device=call.h.device)
 
 
 def _dtype(tensor: Tensor | None) -> torch.dtype | None:
