@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 #: ROCm's devices are called cuda too. Triton's interpreter takes tensors on the CPU.
 DEVICES = ("cuda", "xpu", "cpu") if INTERPRETED else ("cuda", "xpu")
 
-KNOWS = frozenset(("residual_dtype", "norm_before_add", "affine", "x_scale"))
+KNOWS = frozenset(("residual_dtype", "norm_before_add", "affine", "x_scale", "center"))
 KNOWS |= {"quantize", "round_scale", "gate", "gate_backward", "gate_steps", "gate_interleaved", "norm_gated", "rotate"}
 
 #: Elements that a program keeps in registers at most; longer rows are read twice.
@@ -158,6 +158,7 @@ def forward_variant(kind: ForwardKind, lanes: int | None = None) -> Variant:
         "GATED": "" if kind.gate is None else "before" if kind.gate.between is None else "after",
         "PASSED": None,
         "ACTIVATION": kind.gate and kind.gate.activation,
+        "CENTER": kind.center,
     }
     if kind.gate is not None and kind.gate.between not in (None, kind.accumulator):
         constants["PASSED"] = host.type_of(kind.gate.between)
@@ -189,6 +190,7 @@ def _quantizer_variant(kind: ForwardKind, quantizer: QuantizerKind, lanes: int) 
         "ROUND_SUM": kind.round_sum,
         "ROUND_NORM": kind.round_norm,
         "PASSED": "" if not quantizer.normalises else "x" if kind.out == kind.x else "A",
+        "CENTER": kind.center,
         **quantizer.constants(kind.hidden_size),
     }
     constants |= {"ROWS": rows, "SEGMENTS": segments, "DEPTH": depth, "WIDTH": width, "VECTOR": vector}
@@ -199,15 +201,16 @@ def backward_variants(kind: BackwardKind, lanes: int | None = None) -> dict[str,
     """The kernels for a kind of backward pass, by what they do, in the order in which they are launched.
 
     ``both``: the gradients of the rows and the blocks' shares of the weight's; ``rows`` and ``shares``: the same apart;
-    ``weight``: the shares added up.
+    ``weight``: the shares added up. ``rows`` also has the means that ``shares`` needs of rows that are centered.
     """
     from fusednorm.backends.triton.kernels import norm as kernels
 
     dtypes = {**kind.operands(), "rstd": kind.accumulator, "partial": kind.accumulator}
+    dtypes["means"] = kind.accumulator if kind.center and kind.dweight else None
     lanes = lanes or warp_size()
     rows, segments, depth, width, vector, warps, tiles = tiling(kind.hidden_size, kind.dtypes(), lanes, kind.alignment)
     shape = {"SEGMENTS": segments, "DEPTH": depth, "WIDTH": width, "VECTOR": vector}
-    row = {"N": kind.hidden_size, "OFFSET": kind.offset}
+    row = {"N": kind.hidden_size, "OFFSET": kind.offset, "CENTER": kind.center}
     more = {"divisor": math.gcd(kind.hidden_size, 16), "bits": INTERPRETED}
 
     def variant(function: Any, constants: dict[str, Any], warps: int, per_program: int, share: Share) -> Variant:
@@ -218,7 +221,7 @@ def backward_variants(kind: BackwardKind, lanes: int | None = None) -> dict[str,
     if kind.dweight and gradients and rows == 1 and kind.hidden_size <= _MOST_AT_ONCE:
         variants["both"] = variant(kernels.backward_blocks, {**row, **shape}, warps, 1, Share.BLOCKS)
     else:
-        if gradients:
+        if gradients or kind.center:
             constants = {**row, "ROWS": rows, "TILES": tiles, **shape}
             variants["rows"] = variant(kernels.backward_rows, constants, warps, rows, Share.ROWS)
         if kind.dweight:

@@ -79,7 +79,7 @@ _NAMES |= {torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64"}
 _LIMITS = ("qmin", "qmax", "amax_floor", "amax_limit", "scale_floor")
 
 #: Operands with one number for a group or a row, which begin anywhere.
-_OF_GROUPS = ("scale", "zero_point", "positions")
+_OF_GROUPS = ("scale", "zero_point", "positions", "means")
 
 
 def missing(on_cpus: bool = False) -> list[str]:
@@ -488,6 +488,8 @@ class Host:
         with _current(call.operation.device):
             values = self._given(call) | _places(call, _OF_BACKWARD, call.strides)
             values |= {"d_total": values["d_residual_out"], "partial": self.pointer(partial)}
+            means = partial[blocks * call.hidden_size :] if partial is not None and call.operation.center else None
+            values["means"] = self.pointer(means)
             values |= {"block": block, "blocks": blocks, "hidden_size": call.hidden_size}
             for launch in self.held_for(BackwardKind.of(call, partial), call):
                 launch(launch.variant.programs(call.rows, call.hidden_size, block, blocks), values)

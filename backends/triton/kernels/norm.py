@@ -24,6 +24,7 @@ from fusednorm.backends.triton.kernels.numbers import (
     widened,
 )
 from fusednorm.backends.triton.kernels.tiles import (
+    centered,
     columns_of_tile,
     gain_at,
     inside_of,
@@ -35,6 +36,7 @@ from fusednorm.backends.triton.kernels.tiles import (
     sums_of_tile,
     total_of,
     with_sums,
+    within,
 )
 
 
@@ -113,6 +115,7 @@ def forward(
     GATED: tl.constexpr,
     PASSED: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    CENTER: tl.constexpr,
     KEPT: tl.constexpr,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
@@ -123,8 +126,8 @@ def forward(
 ):
     """ROWS whole rows per program, each kept in registers; or one row of several TILES, tile by tile, twice.
 
-    It is three times where BETWEEN asks for a norm before the addition. KEPT: the last pass finds the row in
-    residual_out, or in x.
+    It is three times where BETWEEN asks for a norm before the addition, or where CENTER subtracts the mean. KEPT: the
+    last pass, and that for squares less the mean, find the row in residual_out, or in x.
 
     GATED: the gate z comes "before" the norm, or "after" it, with rows rounded to PASSED between (None: they are not).
     """
@@ -149,6 +152,8 @@ def forward(
         z_rows = rows_at(z, row, z_stride, z_jump, inner)
         if GATED == "before":
             h = gated(h, z_rows, column, inside, ACTIVATION, A)
+        if CENTER:
+            h = centered(h, inside, N, A, ROWS, SEGMENTS, VECTOR)
         if out is not None:
             # Now, so that they are there when the sum is.
             weight_rows = row_of_heads(weight, row, weight_stride, heads)
@@ -189,13 +194,28 @@ def forward(
             if GATED == "before":
                 h = gated(h, z_row, at, inside, ACTIVATION, A)
             if out is not None:
-                sums = with_sums(sums, index == tile, h * h, VECTOR)
+                sums = with_sums(sums, index == tile, h if CENTER else h * h, VECTOR)
         if out is not None:
+            if CENTER:
+                mean = tl.reshape(mean_of(total_of(sums), N, A), (1, 1))
+                if KEPT and residual is not None:
+                    tl.debug_barrier()  # another thread may have stored what this one reads
+                for tile in range(tl.cdiv(N, TILE)):
+                    at = tile * TILE + column
+                    inside = inside_of(first, at, rows, N, 1, TILE)
+                    if KEPT:
+                        h = loaded(x_row if residual is None else sum_row, at, inside, A)
+                    else:
+                        h = added(
+                            x_row, x_scale, None, None, residual_row, None, at, inside, X, ROUND_SUM, ROUND_NORM, A
+                        )
+                    d = within(h - mean, inside)
+                    sums = with_sums(sums, index == tile, d * d, VECTOR)
             row_rstd = rstd_of(total_of(sums), N, eps, A)
             if rstd is not None:
                 tl.store(rstd + first + tl.arange(0, 1), row_rstd)
             row_rstd = tl.reshape(row_rstd, (1, 1))
-            if KEPT and residual is not None:
+            if KEPT and residual is not None and not CENTER:
                 tl.debug_barrier()  # another thread may have stored what this one reads
             for tile in range(tl.cdiv(N, TILE)):
                 at = tile * TILE + column
@@ -209,6 +229,8 @@ def forward(
                     )
                 if GATED == "before":
                     h = gated(h, z_row, at, inside, ACTIVATION, A)
+                if CENTER:
+                    h = h - mean
                 g = gain_at(weight_row, at, inside, weight_offset, OFFSET, A)
                 y = normalised(h, row_rstd, g, None, X, ROUND_NORM, A)
                 if bias is not None:
@@ -228,12 +250,12 @@ def weighted(dy, g):
 
 
 @triton.jit
-def products(wdy, xhat, inside):
-    """The products whose sum a gradient needs; +0 outside, also where 0 times an infinite rstd is not."""
-    product = wdy * xhat
-    if inside is not None:
-        product = tl.where(inside, product, 0)
-    return product
+def xhat_of(h_rows, column, inside, mean, rstd, A: tl.constexpr):
+    """The normalised row again; the mean is None where it was not subtracted."""
+    h = loaded(h_rows, column, inside, A)
+    if mean is not None:
+        h = h - mean
+    return h * rstd
 
 
 @triton.jit
@@ -255,6 +277,7 @@ def backward_rows(
     weight,
     dx,
     dresidual,
+    means,
     dy_stride,
     d_total_stride,
     h_stride,
@@ -267,6 +290,7 @@ def backward_rows(
     N: tl.constexpr,
     A: tl.constexpr,
     OFFSET: tl.constexpr,
+    CENTER: tl.constexpr,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
     SEGMENTS: tl.constexpr,
@@ -274,7 +298,10 @@ def backward_rows(
     WIDTH: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """The gradients of ROWS rows per program; or of one of several TILES, tile by tile, twice."""
+    """The gradients of ROWS rows per program; or of one of several TILES, tile by tile, twice.
+
+    CENTER: rows lose their means, which are stored if there is room for them; of several TILES, in a pass before.
+    """
     TILE: tl.constexpr = SEGMENTS * DEPTH * WIDTH
     first = tl.program_id(0).to(tl.int64) * ROWS
     if TILES == 1:
@@ -285,10 +312,18 @@ def backward_rows(
         wdy = weighted(wdy, gain_at(weight, column, inside_row, weight_offset, OFFSET, A))
         row_of_rstd = first + tl.arange(0, ROWS)
         row_rstd = per_element(tl.load(rstd + row_of_rstd, mask=row_of_rstd < rows, other=0), SEGMENTS, DEPTH)
-        xhat = loaded(rows_at(h, row, h_stride, h_jump, inner), column, inside, A) * row_rstd
+        h_rows = loaded(rows_at(h, row, h_stride, h_jump, inner), column, inside, A)
+        if CENTER:
+            mean = mean_of(sums_of_tile(h_rows, ROWS, SEGMENTS, VECTOR), N, A)
+            if means is not None:
+                tl.store(means + row_of_rstd, mean, mask=row_of_rstd < rows)
+            h_rows = h_rows - per_element(mean, SEGMENTS, DEPTH)
+        xhat = h_rows * row_rstd
         # Now, so that it is there when the sum is.
         further = stored(rows_at(d_total, row, d_total_stride, d_total_jump, inner), column, inside)
-        sums = sums_of_tile(products(wdy, xhat, inside), ROWS, SEGMENTS, VECTOR)
+        sums = sums_of_tile(within(wdy * xhat, inside), ROWS, SEGMENTS, VECTOR)
+        if CENTER:
+            wdy = centered(within(wdy, inside), None, N, A, ROWS, SEGMENTS, VECTOR)
         d = (wdy - xhat * per_element(mean_of(sums, N, A), SEGMENTS, DEPTH)) * row_rstd
         store_gradients(d, further, dx, dresidual, row, column, inside, N, A)
     else:
@@ -296,19 +331,34 @@ def backward_rows(
         row_rstd = tl.reshape(tl.load(rstd + first + tl.arange(0, 1)), (1, 1))
         column = columns_of_tile(1, SEGMENTS, DEPTH, WIDTH)
         index = tl.arange(0, TILES)[:, None]
-        sums = tl.zeros((TILES, SEGMENTS), A)
+        mean, sums = None, tl.zeros((TILES, SEGMENTS), A)
+        if CENTER:
+            for tile in range(tl.cdiv(N, TILE)):
+                at = tile * TILE + column
+                h_tile = loaded(h_row, at, inside_of(first, at, rows, N, 1, TILE), A)
+                sums = with_sums(sums, index == tile, h_tile, VECTOR)
+            mean = mean_of(total_of(sums), N, A)
+            if means is not None:
+                tl.store(means + first + tl.arange(0, 1), mean)
+            mean = tl.reshape(mean, (1, 1))
+        wdy_sums = tl.zeros((TILES, SEGMENTS), A)
         for tile in range(tl.cdiv(N, TILE)):
             at = tile * TILE + column
             inside = inside_of(first, at, rows, N, 1, TILE)
             wdy = weighted(loaded(dy_row, at, inside, A), gain_at(weight, at, inside, weight_offset, OFFSET, A))
-            product = products(wdy, loaded(h_row, at, inside, A) * row_rstd, inside)
+            product = within(wdy * xhat_of(h_row, at, inside, mean, row_rstd, A), inside)
             sums = with_sums(sums, index == tile, product, VECTOR)
+            if CENTER:
+                wdy_sums = with_sums(wdy_sums, index == tile, within(wdy, inside), VECTOR)
         c = tl.reshape(mean_of(total_of(sums), N, A), (1, 1))
+        b = tl.reshape(mean_of(total_of(wdy_sums), N, A), (1, 1))
         for tile in range(tl.cdiv(N, TILE)):
             at = tile * TILE + column
             inside = inside_of(first, at, rows, N, 1, TILE)
             wdy = weighted(loaded(dy_row, at, inside, A), gain_at(weight, at, inside, weight_offset, OFFSET, A))
-            d = (wdy - (loaded(h_row, at, inside, A) * row_rstd) * c) * row_rstd
+            if CENTER:
+                wdy = wdy - b
+            d = (wdy - xhat_of(h_row, at, inside, mean, row_rstd, A) * c) * row_rstd
             further = stored(rows_at(d_total, first, d_total_stride, d_total_jump, inner), at, inside)
             store_gradients(d, further, dx, dresidual, first, at, inside, N, A)
 
@@ -336,6 +386,7 @@ def backward_blocks(
     N: tl.constexpr,
     A: tl.constexpr,
     OFFSET: tl.constexpr,
+    CENTER: tl.constexpr,
     SEGMENTS: tl.constexpr,
     DEPTH: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -358,6 +409,8 @@ def backward_blocks(
         EARLY: tl.constexpr = BITS == 16 and d_total.dtype.element_ty.primitive_bitwidth == 16
         if EARLY:
             further = stored(rows_at(d_total, row, d_total_stride, d_total_jump, inner), column, inside)
+        if CENTER:
+            h_row = centered(h_row, None, N, A, 1, SEGMENTS, VECTOR)
         xhat = h_row * row_rstd
         total = total + dy_row * xhat
         wdy = weighted(dy_row, g)
@@ -367,7 +420,9 @@ def backward_blocks(
         there = tl.reshape(there, (1, 1)) if inside is None else inside & tl.reshape(there, (1, 1))
         dy_next = stored(rows_at(dy, following, dy_stride, dy_jump, inner), column, there)
         h_next = stored(rows_at(h, following, h_stride, h_jump, inner), column, there)
-        c = tl.reshape(mean_of(sums_of_tile(products(wdy, xhat, inside), 1, SEGMENTS, VECTOR), N, A), (1, 1))
+        c = tl.reshape(mean_of(sums_of_tile(within(wdy * xhat, inside), 1, SEGMENTS, VECTOR), N, A), (1, 1))
+        if CENTER:
+            wdy = centered(within(wdy, inside), None, N, A, 1, SEGMENTS, VECTOR)
         d = (wdy - xhat * c) * row_rstd
         if not EARLY:
             further = stored(rows_at(d_total, row, d_total_stride, d_total_jump, inner), column, inside)
@@ -383,9 +438,10 @@ def backward_blocks(
 
 
 @triton.jit
-def share_of_row(dy_row, h_row, rstd_of_row, column, inside, A: tl.constexpr):
+def share_of_row(dy_row, h_row, rstd, means, row, column, inside, A: tl.constexpr):
     """The share that a row adds to the weight's gradient."""
-    xhat = loaded(h_row, column, inside, A) * tl.load(rstd_of_row)
+    mean = None if means is None else tl.load(means + row)
+    xhat = xhat_of(h_row, column, inside, mean, tl.load(rstd + row), A)
     return loaded(dy_row, column, inside, A) * xhat
 
 
@@ -394,6 +450,7 @@ def weight_blocks(
     dy,
     h,
     rstd,
+    means,
     partial,
     dy_stride,
     h_stride,
@@ -407,7 +464,10 @@ def weight_blocks(
     AT_ONCE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """A block's share of the weight's gradient, TILE columns per program; AT_ONCE rows are loaded at a time."""
+    """A block's share of the weight's gradient, TILE columns per program; AT_ONCE rows are loaded at a time.
+
+    ``means``: of the rows; None where they were not subtracted.
+    """
     tiles = tl.cdiv(hidden_size.to(tl.int32), TILE)
     begin = (tl.program_id(0) // tiles).to(tl.int64) * block
     column = (tl.program_id(0) % tiles) * TILE + tl.arange(0, TILE)
@@ -419,11 +479,11 @@ def weight_blocks(
         for k in tl.static_range(AT_ONCE):
             dy_row = rows_at(dy, first + k, dy_stride, dy_jump, inner)
             h_row = rows_at(h, first + k, h_stride, h_jump, inner)
-            total = total + share_of_row(dy_row, h_row, rstd + (first + k), column, inside, A)
+            total = total + share_of_row(dy_row, h_row, rstd, means, first + k, column, inside, A)
     for row in range(rest, end):
         dy_row = rows_at(dy, row, dy_stride, dy_jump, inner)
         h_row = rows_at(h, row, h_stride, h_jump, inner)
-        total = total + share_of_row(dy_row, h_row, rstd + row, column, inside, A)
+        total = total + share_of_row(dy_row, h_row, rstd, means, row, column, inside, A)
     at = (tl.program_id(0) // tiles).to(tl.int64) * hidden_size + column
     tl.store(partial + at, total, mask=inside)
 

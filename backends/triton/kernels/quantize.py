@@ -32,6 +32,7 @@ from fusednorm.backends.triton.kernels.scales import (
     zero_point_of,
 )
 from fusednorm.backends.triton.kernels.tiles import (
+    centered,
     columns_of_tile,
     gain_at,
     inside_of,
@@ -101,6 +102,7 @@ def quantize_tile(
     ROUND_SUM: tl.constexpr,
     ROUND_NORM: tl.constexpr,
     PASSED: tl.constexpr,
+    CENTER: tl.constexpr,
     NUMBER: tl.constexpr,
     PER: tl.constexpr,
     GIVEN: tl.constexpr,
@@ -132,6 +134,8 @@ def quantize_tile(
         sum_rows = rows_at(residual_out, row, residual_out_stride, residual_out_jump, inner)
         X: tl.constexpr = x.dtype.element_ty
         h = added(x_rows, x_scale, None, None, residual_rows, sum_rows, column, inside, X, ROUND_SUM, ROUND_NORM, A)
+        if CENTER:
+            h = centered(h, inside, N, A, ROWS, SEGMENTS, VECTOR)
         weight_rows = row_of_heads(weight, row, weight_stride, heads)
         g = gain_at(weight_rows, column, inside_row, weight_offset, OFFSET, A)
         bias_rows = row_of_heads(bias, row, bias_stride, heads)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fusednorm.backends.triton.kernels.numbers import gain, halved, halved_first, narrowed, widened
+from fusednorm.backends.triton.kernels.numbers import gain, halved, halved_first, mean_of, narrowed, widened
 
 
 @triton.jit
@@ -109,6 +109,24 @@ def per_element(value, SEGMENTS: tl.constexpr, DEPTH: tl.constexpr):
     """One value per row, [ROWS], for the elements of a tile."""
     value = tl.broadcast_to(value[None, :, None], (DEPTH, value.shape[0], SEGMENTS))
     return tl.reshape(value, (DEPTH * value.shape[1] * SEGMENTS, 1))
+
+
+@triton.jit
+def within(value, inside):
+    """Values, and +0 outside: where a sum has no terms, 0 times an infinite number may be there, or the mean."""
+    if inside is not None:
+        value = tl.where(inside, value, 0)
+    return value
+
+
+@triton.jit
+def centered(
+    tile, inside, N: tl.constexpr, A: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr, VECTOR: tl.constexpr
+):
+    """The rows of a tile less their means; they are +0 outside, before and after."""
+    DEPTH: tl.constexpr = tile.shape[0] // (ROWS * SEGMENTS)
+    mean = mean_of(sums_of_tile(tile, ROWS, SEGMENTS, VECTOR), N, A)
+    return within(tile - per_element(mean, SEGMENTS, DEPTH), inside)
 
 
 @triton.jit
