@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 DEVICES = ("cpu",)
 
 #: The cpu backend rotates heads: a head is one tile, so kernels of Triton's have nothing to gain.
-KNOWS = frozenset(("residual_dtype", "affine", "x_scale", "quantize", "round_scale", "norm_gated", "rotate"))
+KNOWS = frozenset(("residual_dtype", "affine", "x_scale", "center", "quantize", "round_scale", "norm_gated", "rotate"))
 KNOWS |= {"gate", "gate_backward", "gate_steps", "gate_interleaved"}
 
 #: The backend that takes calls while a kernel is compiled in the background.
@@ -151,6 +151,7 @@ def _norm_flags(kind: ForwardKind, out: torch.dtype | None) -> int:
         BIAS=around.bias is not None,
         OF_HEADS=around.of_heads,
         SCALED=around.scaled,
+        CENTER=kind.center,
     )
 
 
@@ -213,14 +214,15 @@ def backward_variants(kind: BackwardKind) -> dict[str, Variant]:
         return _variant(kind, kernels.backward, dtypes, constants, share=share, per_program=per_program)
 
     variants = {}
-    two_levels = _flags(TWO_LEVELS=kind.two_levels)
-    if kind.dx or kind.dresidual:
+    of_rows = _flags(TWO_LEVELS=kind.two_levels, CENTER=kind.center)
+    keep = kind.center and kind.dweight is not None
+    if kind.dx or kind.dresidual or keep:
         optional = ("d_total", "weight", "dx", "dresidual")
-        flags = two_levels + _flags(**{name.upper(): operands[name] is not None for name in optional})
+        flags = of_rows + _flags(KEEP=keep, **{name.upper(): operands[name] is not None for name in optional})
         segments = _segments(kind.hidden_size)
         variants["rows"] = variant("rows", ("dy", "h", *optional), flags, segments, Share.ROWS, 1)
     if kind.dweight:
-        variants["shares"] = variant("shares", ("dy", "h"), two_levels, 0, Share.COLUMNS_OF_BLOCKS, TILE)
+        variants["shares"] = variant("shares", ("dy", "h"), of_rows, 0, Share.COLUMNS_OF_BLOCKS, TILE)
         variants["weight"] = variant("weight", ("dweight",), 0, 0, Share.COLUMNS, TILE)
     return variants
 

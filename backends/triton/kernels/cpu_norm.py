@@ -43,8 +43,10 @@ BY_RECIPROCAL, RECIPROCAL, RATIO, MULTIPLIER = (tl.constexpr(1 << bit) for bit i
 GELU, RELU2 = (tl.constexpr(1 << bit) for bit in range(31, 33))
 #: Of a gate without a norm: z and y take turns in memory; there is no y, but the function's value is the result.
 IN_TURNS, NO_ROWS = (tl.constexpr(1 << bit) for bit in range(33, 35))
-#: Scales are rounded up to powers of two.
-POWER_OF_TWO = tl.constexpr(1 << 35)
+#: Scales are rounded up to powers of two. Rows are normalised less their means, which a backward pass may KEEP.
+POWER_OF_TWO, CENTER = (tl.constexpr(1 << bit) for bit in range(35, 37))
+#: The flags of rows whose sums are there.
+AGAIN = tl.constexpr(~(ADD.value | SCALED.value))
 
 
 @triton.jit
@@ -195,9 +197,15 @@ def of_gate(z_row, at, left, FLAGS: tl.constexpr, A: tl.constexpr, SIZE: tl.cons
 
 
 @triton.jit
+def within(value, left, SIZE: tl.constexpr):
+    """Elements of :func:`got`'s, and +0 after the row's, where 0 times an infinite number may be, or the mean."""
+    return value if left is None else tl.where(tl.arange(0, SIZE) < left, value, 0)
+
+
+@triton.jit
 def added(row, at, left, FLAGS: tl.constexpr, A: tl.constexpr, SIZE: tl.constexpr):
-    """The elements that are normalised: x's, or with ADD the sums, which are stored with KEEP."""
-    x_row, residual_row, total_row, x_scale, z_row = row
+    """The elements that are normalised: x's, or with ADD the sums, which are stored with KEEP; less CENTER's mean."""
+    x_row, residual_row, total_row, x_scale, z_row, mean = row
     h = widened(got(x_row, at, left, SIZE), A)
     if SCALED & FLAGS:
         h = scaled(h, x_scale, x_row.dtype.element_ty, A)
@@ -210,6 +218,8 @@ def added(row, at, left, FLAGS: tl.constexpr, A: tl.constexpr, SIZE: tl.constexp
                 h = widened(total, A)
     if GATE_BEFORE & FLAGS:
         h = h * of_gate(z_row, at, left, FLAGS, A, SIZE)
+    if CENTER & FLAGS:
+        h = h - mean
     return h
 
 
@@ -217,7 +227,34 @@ def added(row, at, left, FLAGS: tl.constexpr, A: tl.constexpr, SIZE: tl.constexp
 def square(row, at, left, FLAGS: tl.constexpr, A: tl.constexpr, SIZE: tl.constexpr):
     """The squares of what is normalised."""
     h = added(row, at, left, FLAGS, A, SIZE)
+    if CENTER & FLAGS:
+        h = within(h, left, SIZE)
     return h * h
+
+
+@triton.jit
+def rstd_and_mean(
+    row, hidden_size, eps, FLAGS: tl.constexpr, A: tl.constexpr, SEGMENTS: tl.constexpr, TILE: tl.constexpr
+):
+    """rstd of the row that :func:`added` knows, [1], and its mean, [1], which is 0 without CENTER."""
+    mean = tl.zeros((1,), A)
+    if CENTER & FLAGS:
+        mean = mean_of(sum_of_row(added, row, hidden_size, ~CENTER & FLAGS, A, SEGMENTS, TILE), hidden_size, A)
+        row = again(row, mean, FLAGS)
+        squares = sum_of_row(square, row, hidden_size, AGAIN & FLAGS if KEEP & FLAGS else FLAGS, A, SEGMENTS, TILE)
+    else:
+        squares = sum_of_row(square, row, hidden_size, FLAGS, A, SEGMENTS, TILE)
+    return rstd_of(squares, hidden_size, eps, A), mean
+
+
+@triton.jit
+def again(row, mean, FLAGS: tl.constexpr):
+    """The row as :func:`added` reads it once it has all sums: with KEEP they are there, and AGAIN has the flags."""
+    x_row, residual_row, total_row, x_scale, z_row, _ = row
+    if KEEP & FLAGS:
+        return total_row, total_row, total_row, x_scale, z_row, mean
+    else:
+        return x_row, residual_row, total_row, x_scale, z_row, mean
 
 
 @triton.jit
@@ -286,19 +323,16 @@ def forward(
     out_row = rows_at(out, number, out_stride, out_jump, levels)
     total_row = rows_at(residual_out, number, residual_out_stride, residual_out_jump, levels)
     z_row = rows_at(z, number, z_stride, z_jump, levels)
-    row = (x_row, residual_row, total_row, x_scale, z_row)
-    row_rstd = rstd_of(sum_of_row(square, row, hidden_size, FLAGS, A, SEGMENTS, TILE), hidden_size, eps, A)
+    row = (x_row, residual_row, total_row, x_scale, z_row, None)
+    row_rstd, mean = rstd_and_mean(row, hidden_size, eps, FLAGS, A, SEGMENTS, TILE)
+    row = again(row, mean, FLAGS)
     if with_rstd != 0:
         tl.store(rstd + number + tl.arange(0, 1), row_rstd)
     number_of_heads = heads if OF_HEADS & FLAGS else None
     weight_row = row_of_heads(weight, number, weight_stride, number_of_heads)
     bias_row = row_of_heads(bias, number, bias_stride, number_of_heads)
     more = ((x, row_rstd, weight_row, weight_offset, bias_row), out_row, z_row)
-    if KEEP & FLAGS:
-        stored = (total_row, total_row, total_row, x_scale, z_row)
-        over_row(normalise, stored, more, hidden_size, ~(ADD | SCALED) & FLAGS, A, TILE // 4)
-    else:
-        over_row(normalise, row, more, hidden_size, KEEP | FLAGS, A, TILE // 4)
+    over_row(normalise, row, more, hidden_size, AGAIN & FLAGS if KEEP & FLAGS else KEEP | FLAGS, A, TILE // 4)
 
 
 @triton.jit
@@ -311,22 +345,45 @@ def weighted(dy_row, weight, at, left, weight_offset, FLAGS: tl.constexpr, A: tl
 
 
 @triton.jit
+def kept(row, at, left, FLAGS: tl.constexpr, A: tl.constexpr, SIZE: tl.constexpr):
+    """The rows that were normalised."""
+    return widened(got(row[1], at, left, SIZE), A)
+
+
+@triton.jit
+def xhat_of(row, at, left, FLAGS: tl.constexpr, A: tl.constexpr, SIZE: tl.constexpr):
+    """The normalised elements again."""
+    _, _, row_rstd, _, _, mean = row
+    h = kept(row, at, left, FLAGS, A, SIZE)
+    if CENTER & FLAGS:
+        h = h - mean
+    return h * row_rstd
+
+
+@triton.jit
+def incoming(row, at, left, FLAGS: tl.constexpr, A: tl.constexpr, SIZE: tl.constexpr):
+    """The gradient of the normalised elements, and +0 after the row's."""
+    dy_row, _, _, weight, weight_offset, _ = row
+    return within(weighted(dy_row, weight, at, left, weight_offset, FLAGS, A, SIZE), left, SIZE)
+
+
+@triton.jit
 def product(row, at, left, FLAGS: tl.constexpr, A: tl.constexpr, SIZE: tl.constexpr):
     """The products whose sum a gradient needs."""
-    dy_row, h_row, row_rstd, weight, weight_offset = row
-    xhat = widened(got(h_row, at, left, SIZE), A) * row_rstd
-    value = weighted(dy_row, weight, at, left, weight_offset, FLAGS, A, SIZE) * xhat
-    # 0 times an infinite rstd would be NaN.
-    return value if left is None else tl.where(tl.arange(0, SIZE) < left, value, 0)
+    dy_row, _, _, weight, weight_offset, _ = row
+    xhat = xhat_of(row, at, left, FLAGS, A, SIZE)
+    return within(weighted(dy_row, weight, at, left, weight_offset, FLAGS, A, SIZE) * xhat, left, SIZE)
 
 
 @triton.jit
 def differentiate(row, more, at, left, FLAGS: tl.constexpr, A: tl.constexpr, SIZE: tl.constexpr):
     """Writes the gradients of these elements."""
-    dy_row, h_row, row_rstd, weight, weight_offset = row
-    c, d_total_row, dx_row, dresidual_row = more
+    dy_row, _, row_rstd, weight, weight_offset, _ = row
+    c, b, d_total_row, dx_row, dresidual_row = more
     wdy = weighted(dy_row, weight, at, left, weight_offset, FLAGS, A, SIZE)
-    d = (wdy - (widened(got(h_row, at, left, SIZE), A) * row_rstd) * c) * row_rstd
+    if CENTER & FLAGS:
+        wdy = wdy - b
+    d = (wdy - xhat_of(row, at, left, FLAGS, A, SIZE) * c) * row_rstd
     if D_TOTAL & FLAGS:
         d = d + widened(got(d_total_row, at, left, SIZE), A)
     if DX & FLAGS:
@@ -337,13 +394,30 @@ def differentiate(row, more, at, left, FLAGS: tl.constexpr, A: tl.constexpr, SIZ
 
 @triton.jit
 def share_of_block(
-    dy, h, rstd, begin, end, dy_stride, h_stride, levels, dy_jump, h_jump, at, left, A: tl.constexpr, SIZE: tl.constexpr
+    dy,
+    h,
+    rstd,
+    means,
+    begin,
+    end,
+    dy_stride,
+    h_stride,
+    levels,
+    dy_jump,
+    h_jump,
+    at,
+    left,
+    FLAGS: tl.constexpr,
+    A: tl.constexpr,
+    SIZE: tl.constexpr,
 ):
     """The share that the rows from ``begin`` to ``end`` add to the weight's gradient."""
     total = tl.zeros((SIZE,), A)
-    for row in range(begin, end):
-        h_row, dy_row = rows_at(h, row, h_stride, h_jump, levels), rows_at(dy, row, dy_stride, dy_jump, levels)
-        xhat = widened(got(h_row, at, left, SIZE), A) * tl.load(rstd + row)
+    for number in range(begin, end):
+        h_row, dy_row = rows_at(h, number, h_stride, h_jump, levels), rows_at(dy, number, dy_stride, dy_jump, levels)
+        mean = tl.load(means + number) if CENTER & FLAGS else None
+        row = (dy_row, h_row, tl.load(rstd + number), None, None, mean)
+        xhat = xhat_of(row, at, left, FLAGS, A, SIZE)
         total += widened(got(dy_row, at, left, SIZE), A) * xhat
     return total
 
@@ -394,19 +468,27 @@ def backward(
 ):
     """PART "rows": the gradients of a row. "shares": a block's share of the weight's gradient. "weight": all of that.
 
-    The last two take TILE columns per program.
+    The last two take TILE columns per program. Means, which "rows" stores with KEEP, lie after the blocks' shares.
     """
+    means = partial + blocks * hidden_size
     if PART == "rows":
         number = tl.program_id(0).to(tl.int64)
         row_rstd = tl.load(rstd + number + tl.arange(0, 1))
         levels = inner if TWO_LEVELS & FLAGS else None
         dy_row, h_row = rows_at(dy, number, dy_stride, dy_jump, levels), rows_at(h, number, h_stride, h_jump, levels)
-        row = (dy_row, h_row, row_rstd, weight, weight_offset)
+        row = (dy_row, h_row, row_rstd, weight, weight_offset, None)
+        b = None
+        if CENTER & FLAGS:
+            mean = mean_of(sum_of_row(kept, row, hidden_size, FLAGS, A, SEGMENTS, TILE), hidden_size, A)
+            if KEEP & FLAGS:
+                tl.store(means + number + tl.arange(0, 1), mean)
+            row = (dy_row, h_row, row_rstd, weight, weight_offset, mean)
+            b = mean_of(sum_of_row(incoming, row, hidden_size, FLAGS, A, SEGMENTS, TILE), hidden_size, A)
         total = sum_of_row(product, row, hidden_size, FLAGS, A, SEGMENTS, TILE)
         c = mean_of(total, hidden_size, A)
         d_total_row = rows_at(d_total, number, d_total_stride, d_total_jump, levels)
         dx_row, dresidual_row = dx + number * hidden_size, dresidual + number * hidden_size
-        over_row(differentiate, row, (c, d_total_row, dx_row, dresidual_row), hidden_size, FLAGS, A, TILE // 4)
+        over_row(differentiate, row, (c, b, d_total_row, dx_row, dresidual_row), hidden_size, FLAGS, A, TILE // 4)
     elif PART == "shares":
         tiles = tl.cdiv(hidden_size, TILE)
         number = (tl.program_id(0) // tiles).to(tl.int64)
@@ -416,13 +498,13 @@ def backward(
         levels = inner if TWO_LEVELS & FLAGS else None
         if at + TILE <= hidden_size:
             total = share_of_block(
-                dy, h, rstd, begin, end, dy_stride, h_stride, levels, dy_jump, h_jump, at, None, A, TILE
+                dy, h, rstd, means, begin, end, dy_stride, h_stride, levels, dy_jump, h_jump, at, None, FLAGS, A, TILE
             )
             put(share, at, None, total, TILE)
         else:
             left = hidden_size - at
             total = share_of_block(
-                dy, h, rstd, begin, end, dy_stride, h_stride, levels, dy_jump, h_jump, at, left, A, TILE
+                dy, h, rstd, means, begin, end, dy_stride, h_stride, levels, dy_jump, h_jump, at, left, FLAGS, A, TILE
             )
             put(share, at, left, total, TILE)
     else:

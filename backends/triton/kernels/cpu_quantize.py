@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from fusednorm.backends.triton.kernels.cpu_norm import (
-    ADD,
     AFTER,
+    AGAIN,
     BEFORE,
     BY_RECIPROCAL,
     E4M3,
@@ -26,16 +26,15 @@ from fusednorm.backends.triton.kernels.cpu_norm import (
     POWER_OF_TWO,
     RATIO,
     RECIPROCAL,
-    SCALED,
     STORES,
     TWO_LEVELS,
     after_norm,
+    again,
     got,
     put,
-    square,
-    sum_of_row,
+    rstd_and_mean,
 )
-from fusednorm.backends.triton.kernels.numbers import narrowed, quotient, row_of_heads, rows_at, rstd_of, widened
+from fusednorm.backends.triton.kernels.numbers import narrowed, quotient, row_of_heads, rows_at, widened
 from fusednorm.backends.triton.kernels.scales import (
     applied,
     at_least,
@@ -225,10 +224,11 @@ def quantize(
     residual_row = rows_at(residual, number, residual_stride, residual_jump, levels)
     total_row = rows_at(residual_out, number, residual_out_stride, residual_out_jump, levels)
     out_row = rows_at(out, number, out_stride, out_jump, levels)
-    row = (x_row, residual_row, total_row, x_scale, x_row)
+    row = (x_row, residual_row, total_row, x_scale, x_row, None)
     row_rstd = tl.zeros((1,), A)
     if NORMALISES & FLAGS:
-        row_rstd = rstd_of(sum_of_row(square, row, hidden_size, FLAGS, A, SEGMENTS, TILE), hidden_size, eps, A)
+        row_rstd, mean = rstd_and_mean(row, hidden_size, eps, FLAGS, A, SEGMENTS, TILE)
+        row = again(row, mean, FLAGS)
     number_of_heads = heads if OF_HEADS & FLAGS else None
     weight_row = row_of_heads(weight, number, weight_stride, number_of_heads)
     bias_row = row_of_heads(bias, number, bias_stride, number_of_heads)
@@ -240,8 +240,6 @@ def quantize(
     limits = (qmin, qmax, amax_floor, amax_limit, scale_floor)
     SIZE: tl.constexpr = TILE // 4
     if KEEP & FLAGS:
-        stored = (total_row, total_row, total_row, x_scale, x_row)
-        ADDED: tl.constexpr = ~(ADD | SCALED) & FLAGS
-        quantize_row(stored, more, to, limits, hidden_size, group, ~STORES & ADDED, ADDED, A, SIZE)
+        quantize_row(row, more, to, limits, hidden_size, group, ~STORES & AGAIN & FLAGS, AGAIN & FLAGS, A, SIZE)
     else:
         quantize_row(row, more, to, limits, hidden_size, group, ~STORES & FLAGS, KEEP | FLAGS, A, SIZE)
