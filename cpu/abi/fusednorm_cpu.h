@@ -105,6 +105,7 @@ struct fn_backward_job {
     char *dx, *dresidual;
     void *dweight, *dbias;
     int bias_kind; /* of dbias */
+    int center; /* whether rows were normalised less their means, which are found again */
     int norm_kind; /* that h * rstd is rounded to where rows are normalised again, or FN_NONE */
     int64_t hidden;
     /*
@@ -150,6 +151,7 @@ struct fn_backward_part {
     int pending; /* whether a second pass is still to be made, with the first pass of the next row or by `flush` */
     int64_t row; /* the number of that row */
     float c; /* mean(wdy * xhat) of that row */
+    float mean, b; /* its mean, and that of wdy, where rows are centered */
 };
 
 typedef void fn_backward_begin(const struct fn_backward_job *job, void *scratch);

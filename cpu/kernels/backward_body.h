@@ -18,6 +18,7 @@ struct gradient_row {
     const char *next_dy, *next_h; /* where operands come from memory: those of a later row, or of this one */
     float rstd;
     float c; /* mean(wdy * xhat), for the second pass */
+    float mean, b; /* where rows are centered: mean(h), and mean(wdy) for the second pass */
 };
 
 /*
@@ -58,13 +59,18 @@ FN_INLINE void add_share(int parts, const struct gradient_row *row, int64_t plac
     u_store(F32, row->oldest, place, UNIT, share);
 }
 
-/* First pass: the share of the weight's gradient, and the products that the row's sum adds. */
-FN_INLINE void multiply_unit(int kind, int parts, const struct gradient_row *row, int64_t i, int n, float *products) {
+FN_INLINE U normalised(int center, const struct gradient_row *row, U h) {
+    return u_mul(center ? u_add(h, u_set1(-row->mean)) : h, u_set1(row->rstd));
+}
+
+/* First pass: the share of the weight's gradient, and the products that the row's sum adds; and wdy, which another adds. */
+FN_INLINE void multiply_unit(int center, int kind, int parts, const struct gradient_row *row, int64_t i, int n, float *products, float *wdys) {
     U dy = gradient_operand(kind, parts, row->ahead, row->dy, i, n);
-    U xhat = u_mul(gradient_operand(kind, parts, row->ahead, row->h, i, n), u_set1(row->rstd));
+    U xhat = normalised(center, row, gradient_operand(kind, parts, row->ahead, row->h, i, n));
     if (parts & SUMMED) add_share(parts, row, row->at + i, u_mul(dy, xhat));
     if (parts & BIASED) add_share(parts, row, row->bias_at + i, dy);
     if (parts & GRADIENT) u_store(F32, products, 0, UNIT, u_mul(weighted(parts, dy, row, i), xhat));
+    if (parts & GRADIENT && center) u_store(F32, wdys, 0, UNIT, weighted(parts, dy, row, i));
 }
 
 /*
@@ -78,9 +84,10 @@ FN_INLINE void fetch_unit(int kind, const char *row, int64_t i) {
 }
 
 /* Second pass. */
-FN_INLINE void gradient_unit(int kind, int parts, const struct gradient_row *row, int64_t i, int n) {
-    U xhat = u_mul(u_load(kind, row->h, i, n), u_set1(row->rstd));
+FN_INLINE void gradient_unit(int center, int kind, int parts, const struct gradient_row *row, int64_t i, int n) {
+    U xhat = normalised(center, row, u_load(kind, row->h, i, n));
     U wdy = weighted(parts, u_load(kind, row->dy, i, n), row, i);
+    if (center) wdy = u_add(wdy, u_set1(-row->b));
     U d = u_mul(u_add(wdy, u_mul(xhat, u_set1(-row->c))), u_set1(row->rstd)); /* rounding is symmetric: -(xhat * c) */
     if (parts & TOTALLED) d = u_add(d, gradient_operand(kind, parts, row->ahead, row->d_total, i, n));
     if (parts & BYPASSING) u_stream(kind, row->d, i, n, d);
@@ -91,8 +98,8 @@ FN_INLINE void gradient_unit(int kind, int parts, const struct gradient_row *row
  * The first pass of `row` and the second pass of `before`, over the whole units among the n elements from `begin` on; either
  * may be NULL. Returns how many elements these units have.
  */
-FN_INLINE int64_t pass_over_units(int kind, int parts, const struct gradient_row *before, const struct gradient_row *row,
-                                  int64_t begin, int64_t n, float *products) {
+FN_INLINE int64_t pass_over_units(int center, int kind, int parts, const struct gradient_row *before, const struct gradient_row *row,
+                                  int64_t begin, int64_t n, float *products, float *wdys) {
     const struct gradient_row first = row ? *row : *before, second = before ? *before : *row;
     int64_t done = 0;
     for (; done + UNIT <= n; done += UNIT) {
@@ -100,21 +107,31 @@ FN_INLINE int64_t pass_over_units(int kind, int parts, const struct gradient_row
             fetch_unit(kind, first.next_dy, begin + done);
             fetch_unit(kind, first.next_h, begin + done);
         }
-        if (row) multiply_unit(kind, parts, &first, begin + done, UNIT, products + done);
-        if (before) gradient_unit(kind, parts, &second, begin + done, UNIT);
+        if (row) multiply_unit(center, kind, parts, &first, begin + done, UNIT, products + done, wdys + done);
+        if (before) gradient_unit(center, kind, parts, &second, begin + done, UNIT);
     }
     return done;
 }
 
 /* The same, with usual parts as constants. */
-FN_INLINE int64_t pass_over_segment(int kind, int parts, const struct gradient_row *before, const struct gradient_row *row,
-                                    int64_t begin, int64_t n, float *products) {
+FN_INLINE int64_t pass_over_segment(int center, int kind, int parts, const struct gradient_row *before, const struct gradient_row *row,
+                                    int64_t begin, int64_t n, float *products, float *wdys) {
     enum { LARGE = FROM_MEMORY | (STREAMS ? BYPASSING : 0), ALWAYS = WEIGHTED | GRADIENT };
-#define PASS(parts) pass_over_units(kind, parts, before, row, begin, n, products)
+#define PASS(parts) pass_over_units(center, kind, parts, before, row, begin, n, products, wdys)
 #define USUAL_1(parts) \
     case ALWAYS | (parts): return PASS(ALWAYS | (parts));
 #define USUAL_3(parts) USUAL_1(SUMMED | (parts)) USUAL_1(SUMMED | MERGED | (parts)) USUAL_1(SUMMED | MERGED_MORE | (parts))
 #define USUAL_4(parts) USUAL_1(parts) USUAL_3(parts)
+    if (center) {
+        enum { USUAL = ALWAYS | SUMMED | BIASED };
+        const int large = parts & (FROM_MEMORY | BYPASSING);
+        if (UNIT > 2 && row && before) switch (parts - large) { /* portable kernels have no copies of loops */
+            case USUAL: return PASS(USUAL | large);
+            case USUAL | MERGED:
+            case USUAL | MERGED_MORE: return PASS(USUAL | MERGED_MORE | large);
+        }
+        return PASS(parts);
+    }
     if (row && before) switch (parts) {
         USUAL_4(0) USUAL_4(TOTALLED) USUAL_4(LARGE) USUAL_4(LARGE | TOTALLED) USUAL_3(BIASED) USUAL_3(BIASED | LARGE)
     }
@@ -125,27 +142,36 @@ FN_INLINE int64_t pass_over_segment(int kind, int parts, const struct gradient_r
 #undef USUAL_4
 }
 
-/* Both passes over all of a row; that of `row` returns treesum(wdy * xhat). */
-FN_INLINE float pass_over(int kind, int parts, const struct gradient_row *before, const struct gradient_row *row,
-                          int64_t hidden, float *sums) {
+/*
+ * Both passes over all of a row; that of `row` returns treesum(wdy * xhat). With centered rows `wdys` has room for a segment of
+ * wdy and for the sums of segments, of which treesum(wdy) is left.
+ */
+FN_INLINE float pass_over(int center, int kind, int parts, const struct gradient_row *before, const struct gradient_row *row,
+                          int64_t hidden, float *sums, float *wdys) {
     _Alignas(64) float products[FN_SEGMENT];
     int64_t segments = 0;
     for (int64_t begin = 0; begin < hidden; begin += FN_SEGMENT) {
         int64_t n = hidden - begin < FN_SEGMENT ? hidden - begin : FN_SEGMENT, width = UNIT;
         while (width < n) width *= 2;
-        int64_t done = pass_over_segment(kind, parts, before, row, begin, n, products);
+        int64_t done = pass_over_segment(center, kind, parts, before, row, begin, n, products, wdys);
         if (done < n) {
-            if (row) multiply_unit(kind, parts, row, begin + done, (int)(n - done), products + done);
-            if (before) gradient_unit(kind, parts, before, begin + done, (int)(n - done));
+            if (row) multiply_unit(center, kind, parts, row, begin + done, (int)(n - done), products + done, wdys + done);
+            if (before) gradient_unit(center, kind, parts, before, begin + done, (int)(n - done));
             /* Padding is +0, also where 0 * rstd is NaN. */
             for (int64_t k = n - done; k < UNIT; k++)
                 products[done + (kind == BF16P ? k % 2 * (UNIT / 2) + k / 2 : k)] = 0;
+            if (center) clear_rest(kind == BF16P, wdys + done, n - done);
             done += UNIT;
         }
         if (!row || !(parts & GRADIENT)) continue;
-        for (; done < width; done += UNIT) u_store(F32, products, done, UNIT, u_set1(0));
+        for (; done < width; done += UNIT) {
+            u_store(F32, products, done, UNIT, u_set1(0));
+            if (center) u_store(F32, wdys, done, UNIT, u_set1(0));
+        }
+        if (center) wdys[FN_SEGMENT + segments] = u_halve(kind == BF16P, sum_units(wdys, width));
         sums[segments++] = u_halve(kind == BF16P, sum_units(products, width));
     }
+    if (center && segments) halve_sums(wdys + FN_SEGMENT, segments);
     return segments ? halve_sums(sums, segments) : 0;
 }
 
@@ -181,18 +207,22 @@ static int kind_of_rows(const struct fn_backward_job *job) {
     if (ALL_BF16 == BF16P && kind == BF16 && (!job->weight || job->weight_kind == BF16) &&
         (!job->dbias || job->bias_kind == BF16))
         kind = BF16P;
+    if (job->center && !FN_OF(centered_passes).sum[kind]) return NONE;
     return same ? kind : NONE;
 }
 
 /* A thread's scratch: one row of each operand as float, the sums of a row's segments, and the gains of all heads. */
 struct backward_scratch {
     float *dy, *h, *d_total, *d, *sums, *gains;
+    float *wdys; /* where rows are centered: see pass_over */
 };
 
 FN_INLINE struct backward_scratch backward_scratch(const struct fn_backward_job *job, void *scratch) {
     int64_t padded = (job->hidden + FN_SEGMENT - 1) / FN_SEGMENT * FN_SEGMENT;
     float *dy = scratch, *sums = dy + 4 * padded;
-    return (struct backward_scratch){dy, dy + padded, dy + 2 * padded, dy + 3 * padded, sums, sums + fn_room_for_sums(job->hidden)};
+    float *wdys = sums + fn_room_for_sums(job->hidden);
+    float *gains = wdys + (job->center ? FN_SEGMENT + fn_room_for_sums(job->hidden) : 0);
+    return (struct backward_scratch){dy, dy + padded, dy + 2 * padded, dy + 3 * padded, sums, gains, wdys};
 }
 
 /* Row m of one head, which is m % heads. A division would take a tenth of a short row's time. */
@@ -216,8 +246,28 @@ FN_INLINE int merged_into(const struct fn_backward_part *part, int64_t m, int64_
     return (m > begin || part->continues) + (m + 1 < end ? 0 : merged);
 }
 
+/* The passes over centered rows, one function for a kind. */
+#define PASS_OVER_CENTERED(kind) PASS_OVER_CENTERED_(kind)
+#define PASS_OVER_CENTERED_(kind)                                                                                       \
+    static FN_NOINLINE float pass_over_centered_##kind(int parts, const struct gradient_row *before,                   \
+                                                       const struct gradient_row *row, int64_t hidden,                 \
+                                                       const struct backward_scratch *room) {                          \
+        return pass_over(1, kind, parts, before, row, hidden, room->sums, room->wdys);                                 \
+    }
+PASS_OVER_CENTERED(F32) PASS_OVER_CENTERED(F16) PASS_OVER_CENTERED(ALL_BF16)
+FN_INLINE float pass_over_centered(int kind, int parts, const struct gradient_row *before, const struct gradient_row *row,
+                                   int64_t hidden, const struct backward_scratch *room) {
+    return (kind == F32   ? pass_over_centered_F32
+            : kind == F16 ? pass_over_centered_F16
+                          : FN_JOIN(pass_over_centered, ALL_BF16))(parts, before, row, hidden, room);
+}
+
+static float mean_of(int kind, const struct fn_backward_job *job, const struct gradient_row *row, float *sums) {
+    return FN_OF(centered_passes).sum[kind](row->h, 0, job->hidden, job->ahead, sums) / (float)job->hidden;
+}
+
 /* Rows of one kind, as fn_backward_rows says. */
-FN_INLINE void gradient_rows(int kind, const struct fn_backward_job *job, int64_t begin, int64_t end,
+FN_INLINE void gradient_rows(int center, int kind, const struct fn_backward_job *job, int64_t begin, int64_t end,
                              struct fn_sum_stack *sums, int merged, struct fn_backward_part *part) {
     const struct backward_scratch room = backward_scratch(job, part->scratch);
     const int parts = parts_of(job, sums != NULL);
@@ -225,6 +275,7 @@ FN_INLINE void gradient_rows(int kind, const struct fn_backward_job *job, int64_
     if (part->pending) {
         before = operands_of(job, part->row, room.gains);
         before.c = part->c;
+        if (center) before.mean = part->mean, before.b = part->b;
     }
     for (int64_t m = begin; m < end; m++) {
         const int into = merged_into(part, m, begin, end, merged);
@@ -241,37 +292,45 @@ FN_INLINE void gradient_rows(int kind, const struct fn_backward_job *job, int64_
                 row.next_dy = fn_row_of_dy(job, next * job->heads + head);
                 row.next_h = fn_row_of_h(job, next * job->heads + head);
             }
-            float total = before.d ? pass_over(kind, does, &before, &row, job->hidden, room.sums)
-                                   : pass_over(kind, does, NULL, &row, job->hidden, room.sums);
+            if (center) row.mean = mean_of(kind, job, &row, room.sums);
+            float total = center     ? pass_over_centered(kind, does, before.d ? &before : NULL, &row, job->hidden, &room)
+                          : before.d ? pass_over(0, kind, does, &before, &row, job->hidden, room.sums, NULL)
+                                     : pass_over(0, kind, does, NULL, &row, job->hidden, room.sums, NULL);
             row.c = total / (float)job->hidden;
+            if (center) row.b = room.wdys[FN_SEGMENT] / (float)job->hidden;
             before = row;
         }
     }
     part->pending = before.d != NULL;
     part->row = end * job->heads - 1;
     part->c = before.c;
+    if (center) part->mean = before.mean, part->b = before.b;
 }
 
-FN_INLINE void flush_row(int kind, const struct fn_backward_job *job, struct fn_backward_part *part) {
+FN_INLINE void flush_row(int center, int kind, const struct fn_backward_job *job, struct fn_backward_part *part) {
     const struct backward_scratch room = backward_scratch(job, part->scratch);
     struct gradient_row row = operands_of(job, part->row, room.gains);
     row.c = part->c;
-    pass_over(kind, parts_of(job, 0), &row, NULL, job->hidden, room.sums);
+    if (center) row.mean = part->mean, row.b = part->b;
+    if (center) pass_over_centered(kind, parts_of(job, 0), &row, NULL, job->hidden, &room);
+    else pass_over(0, kind, parts_of(job, 0), &row, NULL, job->hidden, room.sums, NULL);
     part->pending = 0;
 }
 
-#define GRADIENTS(kind)                                                                                    \
-    static void gradients_##kind(const struct fn_backward_job *job, int64_t begin, int64_t end,            \
-                                 struct fn_sum_stack *sums, int merged, struct fn_backward_part *part) {   \
-        gradient_rows(kind, job, begin, end, sums, merged, part);                                          \
+#define GRADIENTS_OF(name, center, kind)                                                                   \
+    static void gradients_##name(const struct fn_backward_job *job, int64_t begin, int64_t end,      \
+                                       struct fn_sum_stack *sums, int merged, struct fn_backward_part *part) { \
+        gradient_rows(center, kind, job, begin, end, sums, merged, part);                                  \
     }                                                                                                      \
-    static void flush_##kind(const struct fn_backward_job *job, struct fn_backward_part *part) {           \
-        flush_row(kind, job, part);                                                                        \
+    static void flush_##name(const struct fn_backward_job *job, struct fn_backward_part *part) {     \
+        flush_row(center, kind, job, part);                                                                \
     }
+#define GRADIENTS(kind) GRADIENTS_OF(kind, 0, kind)
 GRADIENTS(F32) GRADIENTS(F16) GRADIENTS(BF16)
 #if defined(BF16_BY_PARITY)
 GRADIENTS(BF16P)
 #endif
+GRADIENTS_OF(centered, 1, kind_of_rows(job)) /* of any kind */
 
 /* A row of a head whose operands have several kinds: a job of its own, with its operands as float. */
 static void gradients_of_row(const struct fn_backward_job *job, int64_t m, int64_t head, struct fn_sum_stack *sums, int merged,
@@ -294,9 +353,19 @@ static void gradients_of_row(const struct fn_backward_job *job, int64_t m, int64
         .head = head,
         .gain_stride = job->gain_stride,
         .bias_sums = job->bias_sums,
+        .center = job->center,
+        .dy_kind = FN_F32,
+        .h_kind = FN_F32,
+        .d_total_kind = FN_F32,
+        .dx_kind = FN_F32,
     };
-    gradients_F32(&one, 0, 1, sums, merged, part);
-    if (part->pending) flush_F32(&one, part);
+    if (job->center) {
+        gradients_centered(&one, 0, 1, sums, merged, part);
+        if (part->pending) flush_centered(&one, part);
+    } else {
+        gradients_F32(&one, 0, 1, sums, merged, part);
+        if (part->pending) flush_F32(&one, part);
+    }
     if (dx && dx != d) from_float(job->dx_kind, (const float *)d, dx, n);
     if (dresidual) from_float(job->dresidual_kind, (const float *)d, dresidual, n);
 }
@@ -330,11 +399,13 @@ static const struct {
 void FN_OF(backward_rows)(const struct fn_backward_job *job, int64_t begin, int64_t end, struct fn_sum_stack *sums,
                           int merged, struct fn_backward_part *part) {
     if (job->wide) gradients_f64(job, begin, end, sums, merged, part);
+    else if (job->center && kind_of_rows(job)) gradients_centered(job, begin, end, sums, merged, part);
     else gradients[kind_of_rows(job)].rows(job, begin, end, sums, merged, part);
 }
 
 void FN_OF(backward_flush)(const struct fn_backward_job *job, struct fn_backward_part *part) {
-    if (part->pending) gradients[kind_of_rows(job)].flush(job, part);
+    if (part->pending && job->center) flush_centered(job, part);
+    else if (part->pending) gradients[kind_of_rows(job)].flush(job, part);
     if (STREAMS && job->bypass_cache) u_stream_end();
 }
 

@@ -1,44 +1,32 @@
 /*
  * Rows that are normalised less their means, for a LayerNorm; included by kernel_body.h. Such rows take three passes: the
- * first adds the residual and sums h, the second sums the squares of h less the mean, the third normalises. Kinds that are
- * not among these are converted to float first (forward_body.h); and there always is a weight and a bias:
+ * first adds the residual and sums h, the second sums the squares of h less the mean, the third normalises. Rows of other
+ * kinds than these are converted to float first (forward_body.h); and there always is a weight and a bias:
  *
- *   MEANS      x, residual, round_sum, as in SUMS
- *   SQUARES    h
- *   CENTERED   h, norm, affine, out: `affine` is the kind of the weight and of the bias
+ *   CENTERED_KINDS     x, where the residual is of its kind, and h
+ *   CENTERED           h, norm, affine, out: `affine` is the kind of the weight and of the bias
  */
 #if defined(REST)
-#define MEANS(fn) MEANS_OF_BF16(fn)
-#define SQUARES(fn) fn(BF16P)
+#define CENTERED_KINDS(fn) fn(BF16P)
 #define CENTERED(fn) fn(BF16P, ANY, F32, BF16P)
 #define CENTERED_AS_IS(fn) fn(BF16P, NONE, BF16P, BF16P)
 #else
-#define MEANS(fn) \
-    fn(F32, NONE, UNROUNDED) fn(F32, F32, UNROUNDED) fn(F16, NONE, UNROUNDED) fn(F16, F16, ROUNDED) MEANS_OF_BF16(fn)
-#define SQUARES(fn) fn(F32) fn(F16) fn(ALL_BF16)
+#define CENTERED_KINDS(fn) fn(F32) fn(F16) fn(ALL_BF16)
 #define CENTERED(fn)                                                                                    \
     fn(F32, ANY, F32, F32) fn(F32, ANY, F32, F16) fn(F16, ANY, F32, F16) fn(F32, ANY, F32, BF16) \
     fn(ALL_BF16, ANY, F32, ALL_BF16)
 #define CENTERED_AS_IS(fn) fn(F16, NONE, F16, F16) fn(ALL_BF16, NONE, ALL_BF16, ALL_BF16)
 #endif
-#define MEANS_OF_BF16(fn) fn(ALL_BF16, NONE, UNROUNDED) fn(ALL_BF16, ALL_BF16, ROUNDED)
 
-struct centered_passes {
-    sum_fn *means[KINDS][KINDS][2], *squares[KINDS];
-    scale_fn *second[KINDS][2], *as_is[KINDS][KINDS];
-};
-extern const struct centered_passes FN_OF(centered_passes);
-
-#if FN_FAMILY & FN_CENTERED
-/* What a row's sum adds: h, which is added and stored for that; or the squares of h, which is there, less the mean. */
+/* What a row's sum adds: h, which is added and stored for that where there is a residual; or the squares of h less the mean. */
 struct terms {
-    int x, residual, round_sum, squares;
+    int kind, residual, squares;
     float mean;
 };
 
 FN_INLINE U term(struct terms of, const struct row *row, int64_t i, int n) {
-    if (!of.squares) return add_residual(of.x, of.residual, of.round_sum, UNCACHED, row, i, n);
-    return u_square(u_add(u_load(of.x, row->x, i, n), u_set1(-of.mean))); /* x - y is x + -y */
+    if (!of.squares) return add_residual(of.kind, of.residual, ROUNDED, UNCACHED, row, i, n);
+    return u_square(u_add(u_load(of.kind, row->x, i, n), u_set1(-of.mean))); /* x - y is x + -y */
 }
 
 static FN_NOINLINE float halve_terms(int by_parity, float *terms, int64_t width) {
@@ -56,7 +44,7 @@ FN_INLINE float sum_terms(struct terms of, const struct row *row, int64_t hidden
             u_store(F32, terms, c, UNIT, SUM_OF_EIGHT(TERM, 128));
 #undef TERM
         }
-        row->sums[sums++] = halve_terms(of.x == BF16P, terms, 128);
+        row->sums[sums++] = halve_terms(of.kind == BF16P, terms, 128);
     }
     if (begin < hidden) {
         const int64_t n = hidden - begin;
@@ -65,39 +53,39 @@ FN_INLINE float sum_terms(struct terms of, const struct row *row, int64_t hidden
         for (; i + UNIT <= n; i += UNIT) u_store(F32, terms, i, UNIT, term(of, row, u_index(begin + i), UNIT));
         if (i < n) {
             u_store(F32, terms, i, UNIT, term(of, row, begin + i, (int)(n - i)));
-            clear_rest(of.x == BF16P, terms + i, n - i);
+            clear_rest(of.kind == BF16P, terms + i, n - i);
             i += UNIT;
         }
         for (; i < width; i += UNIT) u_store(F32, terms, i, UNIT, u_set1(0));
-        row->sums[sums++] = halve_terms(of.x == BF16P, terms, width);
+        row->sums[sums++] = halve_terms(of.kind == BF16P, terms, width);
     }
     return halve_sums(row->sums, sums);
 }
 
-#define MEAN(x_, residual_, round_sum_)                                                                            \
-    static void means_##x_##_##residual_##_##round_sum_(const struct fn_forward_job *job, struct batch *batch) {   \
-        const struct terms of_h = {.x = x_, .residual = residual_, .round_sum = round_sum_};                       \
-        for (int64_t k = 0; k < batch->rows; k++) {                                                                \
-            const struct extra_outputs extra = extra_of(batch, k);                                                 \
-            struct row row = row_at(residual_, job, k);                                                            \
-            row.extra = extra.h || extra.residual_out ? &extra : NULL;                                             \
-            row.sums = batch->sums;                                                                                \
-            batch->mean[k] = sum_terms(of_h, &row, job->hidden) / (float)job->hidden;                              \
-        }                                                                                                          \
+#define SUMS_OF_ROW(kind_)                                                                                              \
+    static float sum_##kind_(const void *h, float mean, int64_t hidden, int64_t ahead, float *sums) {                  \
+        const struct row row = {.x = h, .sums = sums, .ahead = ahead};                                                 \
+        (void)mean;                                                                                                    \
+        return sum_terms((struct terms){.kind = kind_, .residual = NONE}, &row, hidden);                               \
+    }                                                                                                                  \
+    static float squares_##kind_(const void *h, float mean, int64_t hidden, int64_t ahead, float *sums) {              \
+        const struct row row = {.x = h, .sums = sums, .ahead = ahead};                                                 \
+        return sum_terms((struct terms){.kind = kind_, .squares = 1, .mean = mean}, &row, hidden);                     \
+    }                                                                                                                  \
+    static void add_##kind_(const struct fn_forward_job *job, struct batch *batch) {                                   \
+        for (int64_t k = 0; k < batch->rows; k++) {                                                                    \
+            const struct extra_outputs extra = extra_of(batch, k);                                                     \
+            struct row row = row_at(kind_, job, k);                                                                    \
+            row.extra = extra.residual_out ? &extra : NULL;                                                            \
+            row.sums = batch->sums;                                                                                    \
+            const float sum = sum_terms((struct terms){.kind = kind_, .residual = kind_}, &row, job->hidden);          \
+            batch->mean[k] = sum / (float)job->hidden;                                                                 \
+        }                                                                                                              \
     }
-#define MEAN_ENTRY(x, residual, round_sum) .means[x][residual][round_sum] = means_##x##_##residual##_##round_sum,
-MEANS(MEAN)
-
-#define SQUARE(kind)                                                                                 \
-    static void squares_##kind(const struct fn_forward_job *job, struct batch *batch) {              \
-        for (int64_t k = 0; k < batch->rows; k++) {                                               \
-            const struct terms of_squares = {.x = kind, .squares = 1, .mean = batch->mean[k]};       \
-            const struct row row = {.x = batch->h + k * batch->h_stride, .sums = batch->sums};    \
-            batch->rstd[k] = sum_terms(of_squares, &row, job->hidden);                            \
-        }                                                                                         \
-    }
-#define SQUARE_ENTRY(h) .squares[h] = squares_##h,
-SQUARES(SQUARE)
+#define SUM_OF_ROW_ENTRY(kind) [kind] = sum_##kind,
+#define SQUARES_OF_ROW_ENTRY(kind) [kind] = squares_##kind,
+#define ADD_ROWS_ENTRY(kind) [kind] = add_##kind,
+CENTERED_KINDS(SUMS_OF_ROW)
 
 /* Third pass over the rows, each from its end to its beginning, as scale_row. */
 FN_INLINE void normalise_rows(int h, int norm, int affine, int out, const struct fn_forward_job *job, const struct batch *batch) {
@@ -128,6 +116,8 @@ FN_INLINE void normalise_rows(int h, int norm, int affine, int out, const struct
 #define AS_IS_CENTER_ENTRY(h, norm, affine, out) .as_is[norm][out] = center_##h##_##norm##_##affine##_##out,
 CENTERED(CENTER) CENTERED_AS_IS(CENTER)
 
-const struct centered_passes FN_OF(centered_passes) = {MEANS(MEAN_ENTRY) SQUARES(SQUARE_ENTRY) CENTERED(CENTER_ENTRY)
-                                                       CENTERED_AS_IS(AS_IS_CENTER_ENTRY)};
-#endif
+const struct centered_passes FN_OF(centered_passes) = {
+    .sum = {CENTERED_KINDS(SUM_OF_ROW_ENTRY)},
+    .squares = {CENTERED_KINDS(SQUARES_OF_ROW_ENTRY)},
+    .add = {CENTERED_KINDS(ADD_ROWS_ENTRY)},
+    CENTERED(CENTER_ENTRY) CENTERED_AS_IS(AS_IS_CENTER_ENTRY)};

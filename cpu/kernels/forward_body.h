@@ -42,7 +42,8 @@ static struct plan plan_of(const struct fn_forward_job *job) {
     int operand = p.residual ? p.residual : p.x;
     p.keep = (p.residual && p.residual != F32 && !p.round_sum) || (operand != p.out && operand != F32);
     p.center = (job->flags & FN_CENTER) != 0;
-    if (p.center && !FN_OF(centered_passes).means[p.x][p.residual][p.round_sum]) p.keep = 1;
+    if (p.center && (p.residual ? p.x != p.residual || !FN_OF(centered_passes).add[p.x] : !FN_OF(centered_passes).sum[p.x]))
+        p.keep = 1;
     p.h = p.keep ? F32 : operand;
     return p;
 }
@@ -104,7 +105,7 @@ FN_INLINE U store_any(int kind, void *row, int64_t i, int n, U value) {
     return u_store(F32, row, i, n, value);
 }
 
-/* Rows of kinds that have no functions to be centered: h is kept as float, as x of other rows then. */
+/* Rows of kinds that cannot be centered as they are: h is kept as float. */
 static void widen_rows(const struct fn_forward_job *part, const struct batch *batch) {
     for (int64_t k = 0; k < batch->rows; k++) {
         const struct row row = row_at(part->residual_kind, part, k);
@@ -126,18 +127,15 @@ static void widen_rows(const struct fn_forward_job *part, const struct batch *ba
 /* The means of rows, and the sums of the squares of what is left of them. */
 static void center_rows(const struct plan *p, const struct fn_forward_job *part, struct batch *batch) {
     const struct centered_passes *const passes = &FN_OF(centered_passes);
-    sum_fn *means = passes->means[p->x][p->residual][p->round_sum];
-    struct fn_forward_job kept = *part;
 #if !defined(REST)
-    if (!means) {
-        widen_rows(part, batch);
-        means = passes->means[F32][NONE][UNROUNDED];
-        kept.x = batch->h;
-        kept.x_stride = batch->h_stride;
-    }
+    if (p->keep) widen_rows(part, batch);
 #endif
-    means(&kept, batch);
-    passes->squares[p->h](part, batch);
+    if (p->residual && !p->keep) passes->add[p->x](part, batch);
+    else
+        for (int64_t k = 0; k < batch->rows; k++)
+            batch->mean[k] = passes->sum[p->h](batch->h + k * batch->h_stride, 0, part->hidden, part->ahead, batch->sums) / (float)part->hidden;
+    for (int64_t k = 0; k < batch->rows; k++)
+        batch->rstd[k] = passes->squares[p->h](batch->h + k * batch->h_stride, batch->mean[k], part->hidden, 0, batch->sums);
 }
 
 /* The first pass over a batch, up to rstd. */

@@ -203,13 +203,17 @@ static void widen_weight(int kind, const void *weight, float offset, float fill,
     }
 }
 
+#include "kernels/center_tables.h"
+
 #if FN_FAMILY & (FN_NORMS | FN_ROWS_OF_ONE_KIND | FN_CENTERED)
 #include "kernels/forward_passes.h"
 
 #include "kernels/forward_strategies.h"
 
 #include "kernels/kernel_tables.h"
+#endif
 
+#if FN_FAMILY & FN_CENTERED
 #include "kernels/center_body.h"
 #endif
 

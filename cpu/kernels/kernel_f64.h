@@ -127,6 +127,7 @@ static void gradients_of_row_f64(const struct fn_backward_job *job, int64_t m, i
     const double rstd = ((const double *)job->rstd)[m], *g = gains_f64(job, scratch) + at;
     widen_to_f64(job->dy_kind, fn_row_of_dy(job, m), dy, n);
     widen_to_f64(job->h_kind, fn_row_of_h(job, m), xhat, n);
+    if (job->center) center_f64(xhat, n, padded, other);
     for (int64_t i = 0; i < n; i++) xhat[i] *= rstd;
     if (partial) {
         add_share_f64(first, dy, xhat, n, partial + at);
@@ -138,6 +139,7 @@ static void gradients_of_row_f64(const struct fn_backward_job *job, int64_t m, i
     for (int64_t i = 0; i < n; i++) other[i] = dy[i] * xhat[i];
     for (int64_t i = n; i < padded; i++) other[i] = 0;
     const double c = sum_f64(other, padded) / (double)n;
+    if (job->center) center_f64(dy, n, padded, other);
     for (int64_t i = 0; i < n; i++) dy[i] = (dy[i] - xhat[i] * c) * rstd;
     if (job->d_total) {
         widen_to_f64(job->d_total_kind, fn_row_of_d_total(job, m), other, n);

@@ -72,9 +72,6 @@
 #define OVERLAPS(fn) ONE_KIND(fn, NONE) ONE_KIND(fn, F32)
 #endif
 
-typedef void sum_fn(const struct fn_forward_job *, struct batch *);
-typedef void scale_fn(const struct fn_forward_job *, const struct batch *);
-
 #if FN_FAMILY & FN_NORMS
 #define SUM(x, residual, round_sum)                                                                         \
     static void sum_##x##_##residual##_##round_sum(const struct fn_forward_job *job, struct batch *batch) { \

@@ -91,7 +91,7 @@ static PyMethodDef methods[] = {
      "hold_triton(call, kernel)\n--\n\nHas calls of this kind run this kernel. The call is packed as struct fn_call of call.h."},
     {"backward", (PyCFunction)(void (*)(void))fn_backward_on_fast_path, METH_FASTCALL,
      "backward(type of device, dy, d_residual_out, h, rstd, weight, dx, dresidual, partial, dweight, rows of a block, "
-     "weight_offset)\n--\n\nWhether the gradients were written; if not, Python must make the call."},
+     "weight_offset, center)\n--\n\nWhether the gradients were written; if not, Python must make the call."},
     {"norm_gated_backward", (PyCFunction)(void (*)(void))fn_norm_gated_backward_on_fast_path, METH_FASTCALL,
      "norm_gated_backward(d, x, z, rstd, weight, dx, dz, dweight, activation, norm_before_gate, between, round_norm, "
      "weight_offset)\n--\n\n"

@@ -2,7 +2,7 @@
 #include "python/fast_path.h"
 
 /* Python's arguments: the type of device as DLPack numbers them, the operands, and these. */
-enum { DEVICE, FIRST, BLOCK = FIRST + FN_BACKWARD_OPERANDS, WEIGHT_OFFSET, ARGUMENTS };
+enum { DEVICE, FIRST, BLOCK = FIRST + FN_BACKWARD_OPERANDS, WEIGHT_OFFSET, CENTER, ARGUMENTS };
 
 /* Reads Python's arguments. Returns 0 if the fast path does not take them, perhaps with a Python error. */
 static int read_arguments(PyObject *const *arguments, tensor *t, struct fn_call *c) {
@@ -11,7 +11,8 @@ static int read_arguments(PyObject *const *arguments, tensor *t, struct fn_call 
     const long device = PyLong_AsLong(arguments[DEVICE]);
     if (!fn_read_all(arguments + FIRST, FN_BACKWARD_OPERANDS, required, device, t, o) || !t[FN_H].ndim) return 0;
     c->pass = FN_BACKWARD;
-    c->flags = c->following = 0;
+    c->flags = arguments[CENTER] == Py_True ? FN_CENTER : 0;
+    c->following = 0;
     fn_take_rows(c, &t[FN_H]);
     /* On a CPU a weight and a bias may have a row for each head, which is each of h's last dimension but one. */
     const int on_cpu = device == DL_CPU;

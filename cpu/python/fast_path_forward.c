@@ -9,10 +9,10 @@
  * from FIRST_WEIGHT on are of a norm of x before the addition, which has the flags and the weight_offset of the norm after it.
  * Or the arguments of a quantizer or of a gate follow the others.
  */
-enum { EPS = FN_RESIDUAL_OUT + 1, WEIGHT_OFFSET, ROUND_SUM, ROUND_NORM, RSTD, ASK, BIAS, X_SCALE, OUT_DTYPE, ARGUMENTS };
+enum { EPS = FN_RESIDUAL_OUT + 1, WEIGHT_OFFSET, ROUND_SUM, ROUND_NORM, RSTD, ASK, BIAS, X_SCALE, OUT_DTYPE, CENTER, ARGUMENTS };
 enum { FIRST_WEIGHT = ARGUMENTS, FIRST_EPS, BETWEEN, NEXT_NORM };
 #define OPERANDS_OF_NORM "x residual weight out residual_out "
-#define FLAGS_OF_NORM " weight_offset round_sum round_norm rstd ask bias x_scale out_dtype"
+#define FLAGS_OF_NORM " weight_offset round_sum round_norm rstd ask bias x_scale out_dtype center"
 
 static PyObject *forward(const struct fn_call_kind *kind, PyObject **arguments, long devices, int may_record);
 static PyObject *rotate(const struct fn_call_kind *kind, PyObject **arguments, long devices, int may_record);
@@ -82,7 +82,7 @@ static int read_arguments(PyObject *const *arguments, tensor *t, struct fn_call 
     if (Py_TYPE(arguments[EPS]) != &PyFloat_Type || Py_TYPE(arguments[WEIGHT_OFFSET]) != &PyFloat_Type ||
         Py_TYPE(arguments[X_SCALE]) != &PyFloat_Type)
         return 0;
-    if (!PyBool_Check(arguments[ROUND_SUM]) || !PyBool_Check(arguments[ROUND_NORM])) return 0;
+    if (!PyBool_Check(arguments[ROUND_SUM]) || !PyBool_Check(arguments[ROUND_NORM]) || !PyBool_Check(arguments[CENTER])) return 0;
     if (!fn_read(arguments[FN_X], &t[FN_X], &o[FN_X]) || t[FN_X].ndim == 0) return 0;
     for (int i = FN_RESIDUAL; i < FN_FORWARD_OPERANDS_IN_C; i++) {
         PyObject *given = arguments[i == FN_RSTD ? RSTD : i == FN_BIAS ? BIAS : i];
@@ -106,7 +106,7 @@ static int read_arguments(PyObject *const *arguments, tensor *t, struct fn_call 
     if (o[FN_RSTD].kind && (o[FN_RSTD].kind != (o[FN_X].kind == FN_F64 ? FN_F64 : FN_F32) || fn_elements(&t[FN_RSTD]) != c->rows))
         return 0;
     c->flags = (arguments[ROUND_SUM] == Py_True ? FN_ROUND_SUM : 0) |
-               (arguments[ROUND_NORM] == Py_True ? FN_ROUND_NORM : 0);
+               (arguments[ROUND_NORM] == Py_True ? FN_ROUND_NORM : 0) | (arguments[CENTER] == Py_True ? FN_CENTER : 0);
     c->eps = PyFloat_AsDouble(arguments[EPS]);
     c->weight_offset = PyFloat_AsDouble(arguments[WEIGHT_OFFSET]);
     return 1;
@@ -190,6 +190,7 @@ static PyObject *forward(const struct fn_call_kind *kind, PyObject **arguments, 
     const int32_t device = t[FN_X].device.type;
     const int triton = device == DL_CPU && devices >> TRITON_CPU & 1;
     if (device > DL_CUDA || !(triton || devices >> device & 1)) return fn_refuse();
+    if (c->flags & FN_CENTER && (triton || device != DL_CPU)) return fn_refuse(); /* no kernel is held by this flag */
     if (triton && (first || c->heads > 1 || c->operand[FN_BIAS].kind)) return fn_refuse();
     int others = arguments[ASK] == Py_True ? fn_is_heard() : 0;
     if (!others) {

@@ -101,7 +101,7 @@ static int take_outputs(PyObject *const *arguments, PyObject *x, const tensor *x
 
 /* Whether what is written shares memory with each other or with an operand, where the caller gave one of them. */
 static int overlap(const struct fn_quantized *given, const output *outputs) {
-    enum { NORMED = 3, TOTAL, GIVEN_SCALE, GIVEN_POINT, OF_NUMBERS, OF_SCALES, OF_POINTS };
+    enum { NORMED = 4, TOTAL, GIVEN_SCALE, GIVEN_POINT, OF_NUMBERS, OF_SCALES, OF_POINTS };
     enum { BYTE = -1 }; /* numbers have none of the kinds, but they are there */
     const struct fn_call *c = &given->call;
     const struct fn_quantizer *q = &given->quantizer;
@@ -111,7 +111,7 @@ static int overlap(const struct fn_quantized *given, const output *outputs) {
     const fn_extent scales = {FN_F32, q->scale, c->rows, q->scale_stride, 4 * groups};
     const fn_extent points = {FN_F32, q->zero_point, c->rows, q->zero_point_stride, 4 * groups};
     const fn_extent all[] = {fn_extent_of(c, FN_X), fn_extent_of(c, FN_RESIDUAL), fn_extent_of(c, FN_WEIGHT),
-                             fn_extent_of(c, FN_OUT), fn_extent_of(c, FN_RESIDUAL_OUT), computed ? none : one_scale,
+                             fn_extent_of(c, FN_BIAS), fn_extent_of(c, FN_OUT), fn_extent_of(c, FN_RESIDUAL_OUT), computed ? none : one_scale,
                              computed || !given->points ? none : one_point, {BYTE, q->out, c->rows, q->out_stride, c->hidden},
                              computed ? scales : none, computed && given->points ? points : none};
     int some = 0;

@@ -230,7 +230,7 @@ int fn_backward(const struct fn_call *c) {
                 .dx = (char *)o[FN_DX].address, .dresidual = (char *)o[FN_DRESIDUAL].address,
                 .dweight = (void *)o[FN_DWEIGHT].address, .dbias = (void *)o[FN_DBIAS].address,
                 .bias_kind = (int)o[FN_DBIAS].kind,
-                .norm_kind = c->flags & FN_ROUND_NORM && !wide ? (int)o[FN_H].kind : FN_NONE, .hidden = hidden,
+                .center = (c->flags & FN_CENTER) != 0, .norm_kind = c->flags & FN_ROUND_NORM && !wide ? (int)o[FN_H].kind : FN_NONE, .hidden = hidden,
                 .heads = heads, .gain_stride = fn_float_row(hidden),
                 .dy_stride = fn_step(&o[FN_DY]), .d_total_stride = fn_step(&o[FN_D_RESIDUAL_OUT]),
                 .h_stride = fn_step(&o[FN_H]), .dy_jump = bytes_of_jump(c, FN_DY),

@@ -14,9 +14,10 @@ size_t fn_affine_bytes(const struct fn_forward_job *job) {
     return job->x_kind == FN_F64 ? 0 : (size_t)(2 * 4 * job->heads * fn_float_row(job->hidden));
 }
 
-/* One row of each operand, padded to whole segments, the sums of segments, and the gains of all heads. */
+/* One row of each operand, padded to whole segments, the sums of segments, the gains of all heads, and wdy (pass_over). */
 size_t fn_backward_scratch_bytes(const struct fn_backward_job *job) {
     int64_t padded = fn_round_up(job->hidden, FN_SEGMENT);
-    const int64_t others = job->heads * job->gain_stride + fn_room_for_sums(job->hidden);
+    int64_t others = job->heads * job->gain_stride + fn_room_for_sums(job->hidden);
+    if (job->center && !job->wide) others += FN_SEGMENT + fn_room_for_sums(job->hidden);
     return (size_t)(fn_round_up(4 * padded + others, FN_SEGMENT) * (job->wide ? 8 : 4));
 }

@@ -105,7 +105,8 @@ def _refuse(*_: object) -> bool:
 
 #: Writes the gradients of a pass, and returns whether it did. Its arguments are CPU or CUDA, dy, the gradient of
 #: residual_out, h, rstd, the weight, dx, dresidual, the blocks' shares of the weight's gradient (on a CPU the gradient
-#: of a bias), dweight, the rows of a block, and the weight's offset.
+#: of a bias), dweight, the rows of a block, the weight's offset, and whether the rows lost
+#: their mean.
 backward: Callable[..., bool] = _fast_path.backward if OPEN else _refuse
 
 #: The same for a gate. Its arguments are CPU or CUDA, d, y, z, where the gradients of y and z go, the name of the
@@ -184,8 +185,6 @@ class Entry(NamedTuple):
         if not OPEN:
             return otherwise or _nothing
         names, taken = self.names.split(), _fast_path.kinds[self.kind].split()
-        if not self.constants.keys() <= {*taken}:
-            return otherwise or _nothing
         places = {name: place for place, name in enumerate(taken)}  # a later one of the same name is meant
         constants = {**_CONSTANTS, **self.constants}
         found = _fast_path.entry(

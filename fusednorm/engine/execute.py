@@ -275,8 +275,9 @@ def backward(
     gradients = (dx if need_x else None, of_residual, dweight, dbias)
     if _are_of_no_rows(h, dweight, dbias) or (dx is None and dweight is None and dbias is None):
         return gradients
-    if not operation.center and fast_path.backward(
-        backend, dy, d_residual_out, h, rstd, weight, dx, dresidual, dweight, dbias, weight_offset
+    center = operation.center
+    if fast_path.backward(
+        backend, dy, d_residual_out, h, rstd, weight, dx, dresidual, dweight, dbias, weight_offset, center
     ):
         return gradients
     inner, strides, (dy_rows, total_rows, h_rows) = kept_in_levels((dy, d_residual_out), (h,), (rstd, weight, bias))

@@ -38,21 +38,22 @@ def backward(
     dweight: Tensor | None,
     dbias: Tensor | None,
     weight_offset: float,
+    center: bool,
 ) -> bool:
     """Writes the gradients of a norm, and of a bias after it; returns whether it did."""
     where = getattr(backend, "fast_path", None)
     if where == "cpu":
         return path.backward(
-            path.CPU, dy, d_residual_out, h, rstd, weight, dx, dresidual, dbias, dweight, 0, weight_offset
+            path.CPU, dy, d_residual_out, h, rstd, weight, dx, dresidual, dbias, dweight, 0, weight_offset, center
         )
-    if where != "cuda":
+    if where != "cuda" or center:
         return False
     block, blocks = blocks_of(h.numel() // h.shape[-1])
     partial = None
     if dweight is not None:
         partial = torch.empty((blocks, h.shape[-1]), dtype=rstd.dtype, device=h.device)
     return path.backward(
-        path.CUDA, dy, d_residual_out, h, rstd, weight, dx, dresidual, partial, dweight, block, weight_offset
+        path.CUDA, dy, d_residual_out, h, rstd, weight, dx, dresidual, partial, dweight, block, weight_offset, center
     )
 
 
