@@ -190,7 +190,8 @@ static void forward_overlapped(const struct plan *p, const struct fn_forward_job
 /* Any rows, a batch at a time. */
 static void forward_batched(const struct plan *p, const struct fn_forward_job *job, int64_t begin, int64_t end,
                             char *scratch, const struct affine *affine) {
-    int64_t rows = batch_rows(job), row_bytes = (int64_t)sizeof(float) * fn_float_row(job->hidden);
+    const int in_scratch = p->keep || (job->bypass_cache && p->residual);
+    int64_t rows = p->center && !in_scratch ? centered_batch_rows(job) : batch_rows(job), row_bytes = (int64_t)sizeof(float) * fn_float_row(job->hidden);
     struct batch batch = {
         .norm = p->norm,
         .kept = p->keep ? (float *)scratch : NULL,

@@ -39,6 +39,13 @@ static int64_t batch_rows(const struct fn_forward_job *job) {
     return rows < 1 ? 1 : rows < BATCH ? rows : BATCH;
 }
 
+/* The same for rows that are centered, none of which is in scratch: more, as two sums would keep the processor waiting. */
+static int64_t centered_batch_rows(const struct fn_forward_job *job) {
+    int64_t element = fn_element_size(job->x_kind) + fn_element_size(job->residual_kind);
+    int64_t rows = 2 * BATCH_BYTES / element / fn_float_row(job->hidden);
+    return rows < 1 ? 1 : rows < BATCH ? rows : BATCH;
+}
+
 /* Row k of a job, without extra outputs and room for sums. */
 FN_INLINE struct row row_at(int residual, const struct fn_forward_job *job, int64_t k) {
     return (struct row){
