@@ -24,6 +24,12 @@ struct Arguments : Levels {
     long long rows, block, blocks;
     int hidden_size;
     A weight_offset;
+    __device__ A* means() const { return partial + blocks * hidden_size; }  // of h, [rows]; if there is `partial`
+};
+
+// CENTER: rows were normalised less their means. What is subtracted then: the means of h and of wdy.
+struct Means {
+    A h, wdy;
 };
 
 // Loads rstd of the lane's rows.
@@ -35,23 +41,55 @@ __device__ inline void load_rstd(A (&to)[ROWS_IN_LANE], const A* from, const Row
     }
 }
 
-// xhat: h times rstd.
-template <class T> __device__ void normalised(A (&xhat)[VECTOR], const T (&h)[VECTOR], A rstd) {
+// xhat: h, less its mean, times rstd.
+template <class T> __device__ void normalised(A (&xhat)[VECTOR], const T (&h)[VECTOR], A mean, A rstd) {
     widen(xhat, h);
+    if (CENTER) subtract(xhat, mean);
 #pragma unroll
     for (int v = 0; v < VECTOR; v++) xhat[v] *= rstd;
 }
 
-// wdy: dy times the gain. xhat: h times rstd. products: wdy times xhat, whose sum is needed; +0 beyond the row's end,
-// where 0 * rstd would be NaN if rstd is infinite. For a row number beyond the last row they are never used.
+// wdy: dy times the gain.
 template <class W>
-__device__ void weighted(A (&wdy)[VECTOR], A (&xhat)[VECTOR], A (&products)[VECTOR], const Dy (&dy)[VECTOR],
-                         const H (&h)[VECTOR], A rstd, const W (&weight)[VECTOR], A weight_offset, bool inside) {
+__device__ void weigh(A (&wdy)[VECTOR], const Dy (&dy)[VECTOR], const W (&weight)[VECTOR], A weight_offset) {
     widen(wdy, dy);
     multiply_by_gain(wdy, weight, weight_offset);
-    normalised(xhat, h, rstd);
+}
+
+// wdy, less its mean, and xhat; and products: wdy times xhat, whose sum is needed; +0 beyond the row's end, where 0 * rstd would be NaN if
+// rstd is infinite. For a row number beyond the last row they are never used.
+template <class W>
+__device__ void weighted(A (&wdy)[VECTOR], A (&xhat)[VECTOR], A (&products)[VECTOR], const Dy (&dy)[VECTOR],
+                         const H (&h)[VECTOR], Means means, A rstd, const W (&weight)[VECTOR], A weight_offset,
+                         bool inside) {
+    weigh(wdy, dy, weight, weight_offset);
+    normalised(xhat, h, means.h, rstd);
 #pragma unroll
     for (int v = 0; v < VECTOR; v++) products[v] = inside ? wdy[v] * xhat[v] : (A)0;
+    if (CENTER) subtract(wdy, means.wdy);
+}
+
+// The means of the lane's rows in registers, if CENTER.
+template <class T, class U, class W>
+__device__ void load_means(Means (&to)[ROWS_IN_LANE], const T (&dy)[VECTORS][VECTOR], const U (&h)[VECTORS][VECTOR],
+                           const W (&weight)[VECTORS_IN_ROW][VECTOR], A weight_offset, int hidden_size) {
+    if constexpr (CENTER) {
+        A wide[VECTORS][VECTOR], wdy[VECTORS][VECTOR];
+#pragma unroll
+        for (int k = 0; k < VECTORS; k++) {
+            widen(wide[k], h[k]);
+            weigh(wdy[k], dy[k], weight[k % VECTORS_IN_ROW], weight_offset);
+        }
+        A sums[2] = {sums_of_rows(wide), sums_of_rows(wdy)};
+        if constexpr (BLOCKS_ROW) {
+            SHARED(A, of_segments, 2 * CLUSTER * WARPS);
+            add_segments(sums, of_segments);
+            if (CLUSTER > 1) cluster_arrive();
+        }
+        const A of_h = sums[0] / (A)hidden_size, of_wdy = sums[1] / (A)hidden_size;
+#pragma unroll
+        for (int r = 0; r < ROWS_IN_LANE; r++) to[r] = {of_row(of_h, r), of_row(of_wdy, r)};
+    }
 }
 
 // A row's share of the weight's gradient: dy times xhat.

@@ -89,10 +89,12 @@ extern "C" __global__ void BOUNDS backward_blocks(const Arguments a) {
         if (BLOCKS_ROW || rows.count > 0) {
             A wdy[VECTORS][VECTOR], xhat[VECTORS][VECTOR], products[VECTORS][VECTOR], rstd[ROWS_IN_LANE];
             memcpy(rstd, rstd_of_next, sizeof rstd);
+            Means means[ROWS_IN_LANE];
+            load_means(means, dy, h, weight, a.weight_offset, a.hidden_size);
 #pragma unroll
             for (int k = 0; k < VECTORS; k++) {
-                weighted(wdy[k], xhat[k], products[k], dy[k], h[k], rstd[k / VECTORS_IN_ROW],
-                         weight[k % VECTORS_IN_ROW], a.weight_offset, rows.have_column(k));
+                weighted(wdy[k], xhat[k], products[k], dy[k], h[k], means[k / VECTORS_IN_ROW],
+                         rstd[k / VECTORS_IN_ROW], weight[k % VECTORS_IN_ROW], a.weight_offset, rows.have_column(k));
                 A share[VECTOR];
                 shares_of(share, dy[k], xhat[k]);
                 if constexpr (BLOCKS_ROW) add(totals[k], share);

@@ -1,4 +1,4 @@
-// The gradients of rows that fit the registers.
+// The gradients of rows that fit the registers, and their means, if they are centered and the weight has a gradient.
 #include "backward.cuh"
 
 extern "C" __global__ void BOUNDS backward_rows(const Arguments a) {
@@ -20,11 +20,20 @@ extern "C" __global__ void BOUNDS backward_rows(const Arguments a) {
     load_weight(weight, a.weight, rows);
     let_next_kernel_begin();
 
+    Means means[ROWS_IN_LANE];
+    load_means(means, dy, h, weight, a.weight_offset, a.hidden_size);
+    if (CENTER && a.partial) {
+#pragma unroll
+        for (int r = 0; r < ROWS_IN_LANE; r++) {
+            const int row = row_of(r * VECTORS_IN_ROW);
+            if (BLOCKS_ROW ? threadIdx.x == 0 && segment == 0 : row < rows.count) a.means()[first + row] = means[r].h;
+        }
+    }
     A wdy[VECTORS][VECTOR], xhat[VECTORS][VECTOR], products[VECTORS][VECTOR];
 #pragma unroll
     for (int k = 0; k < VECTORS; k++) {
-        weighted(wdy[k], xhat[k], products[k], dy[k], h[k], rstd[k / VECTORS_IN_ROW], weight[k % VECTORS_IN_ROW],
-                 a.weight_offset, rows.have_column(k));
+        weighted(wdy[k], xhat[k], products[k], dy[k], h[k], means[k / VECTORS_IN_ROW],
+                 rstd[k / VECTORS_IN_ROW], weight[k % VECTORS_IN_ROW], a.weight_offset, rows.have_column(k));
     }
     const A c = sum_of_row<0>(products) / (A)a.hidden_size;
 #pragma unroll

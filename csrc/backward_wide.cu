@@ -1,5 +1,5 @@
-// The gradients of rows that do not fit the registers. A block per row reads it twice, segment by segment. If KEPT, the
-// second pass reads dy and h in shared memory.
+// The gradients of rows that do not fit the registers. A block per row reads it twice, segment by segment; h once more,
+// for the means, if rows are centered. If KEPT, passes after the first read dy and h in shared memory.
 #include "backward.cuh"
 
 static_assert(!KEPT || ALIGNED < 32, "only global memory has accesses of 32 bytes");
@@ -15,8 +15,30 @@ extern "C" __global__ void BOUNDS backward_wide(const Arguments a) {
     const A rstd = a.rstd[row];
     const int segments = (a.hidden_size + SEGMENT - 1) / SEGMENT;
 
+    Means means = {0, 0};
+    if constexpr (CENTER) {
+        for (int segment = warp(); segment < segments; segment += WARPS) {
+            A wide[VECTORS][VECTOR];
+#pragma unroll
+            for (int k = 0; k < VECTORS; k++) {
+                const int column = segment * SEGMENT + column_of(k);
+                const bool inside = FULL || column < a.hidden_size;
+                H h[VECTOR];
+                load_if(inside, h, h_row + column);
+                if (KEPT && inside) store(kept_h + column, h);
+                widen(wide[k], h);
+            }
+            const A sum = sums_of_rows(wide);
+            if (lane() == 0) sums[segment] = sum;
+        }
+        means.h = sum_of_all_segments(sums, segments) / (A)a.hidden_size;
+        if (a.partial && threadIdx.x == 0) a.means()[row] = means.h;
+        if constexpr (!PRESENT<Dx> && !PRESENT<DResidual>) return;
+        block_barrier();  // all have read the sum, and others take its place
+    }
+    SHARED(A, sums_of_wdy, CENTER ? SEGMENTS : 1);
     for (int segment = warp(); segment < segments; segment += WARPS) {
-        A products[VECTORS][VECTOR];
+        A products[VECTORS][VECTOR], wdy[VECTORS][VECTOR];
 #pragma unroll
         for (int k = 0; k < VECTORS; k++) {
             const int column = segment * SEGMENT + column_of(k);
@@ -25,18 +47,23 @@ extern "C" __global__ void BOUNDS backward_wide(const Arguments a) {
             H h[VECTOR];
             Weight weight[VECTOR];
             load_if(inside, dy, dy_row + column);
-            load_if(inside, h, h_row + column);
+            load_if(inside, h, (KEPT && CENTER ? kept_h : h_row) + column);
             load_if(inside, weight, a.weight + column);
             if (KEPT && inside) {
                 store(kept_dy + column, dy);
-                store(kept_h + column, h);
+                if (!CENTER) store(kept_h + column, h);
             }
-            A wdy[VECTOR], xhat[VECTOR];
-            weighted(wdy, xhat, products[k], dy, h, rstd, weight, a.weight_offset, inside);
+            A xhat[VECTOR];
+            weighted(wdy[k], xhat, products[k], dy, h, means, rstd, weight, a.weight_offset, inside);
         }
         const A sum = sums_of_rows(products);
         if (lane() == 0) sums[segment] = sum;
+        if constexpr (CENTER) {
+            const A sum_of_wdy = sums_of_rows(wdy);
+            if (lane() == 0) sums_of_wdy[segment] = sum_of_wdy;
+        }
     }
+    if constexpr (CENTER) means.wdy = sum_of_all_segments(sums_of_wdy, segments) / (A)a.hidden_size;
     const A c = sum_of_all_segments(sums, segments) / (A)a.hidden_size;
     let_next_kernel_begin();
 
@@ -56,7 +83,7 @@ extern "C" __global__ void BOUNDS backward_wide(const Arguments a) {
             load_if(inside, weight, a.weight + column);
             load_if(inside, d_total, a.d_total + a.begin_of(row, a.d_total_strides) + column);
             A wdy[VECTOR], xhat[VECTOR], products[VECTOR];
-            weighted(wdy, xhat, products, dy, h, rstd, weight, a.weight_offset, inside);
+            weighted(wdy, xhat, products, dy, h, means, rstd, weight, a.weight_offset, inside);
             store_gradients(wdy, xhat, c, rstd, d_total, inside, a.dx + at, a.dresidual + at);
         }
     }

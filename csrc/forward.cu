@@ -86,11 +86,21 @@ extern "C" __global__ void BOUNDS forward(const Arguments a) {
 #if GATED == 2
         multiply_by_gates(h[k], z[k]);
 #endif
-        square(squares[k], h[k]);
+        if (!CENTER) square(squares[k], h[k]);
     }
     if constexpr (!PRESENT<Out>) return;
     Bias bias[OF_WEIGHT][VECTOR];  // only now: x and the residual have left their registers
     load_weight_of(bias, [&](long long row) { return a.bias_of(row); }, rows);
+    if constexpr (CENTER) {
+        const A mean = sum_of_row<0>(h) / (A)a.hidden_size;
+        if (CLUSTER > 1) cluster_arrive();
+#pragma unroll
+        for (int k = 0; k < VECTORS; k++) {
+            const A of_vector = of_row(mean, k / VECTORS_IN_ROW);
+            subtract(h[k], rows.have_column(k) ? of_vector : 0);  // beyond the row's end +0 is squared
+            square(squares[k], h[k]);
+        }
+    }
     const A rstd = rstd_of(sum_of_row<1>(squares), a.hidden_size, a.eps);
     if (RSTD) {
         bool mine = BLOCKS_ROW ? threadIdx.x == 0 && segment == 0 : first + row_of_sum() < a.rows;

@@ -17,6 +17,8 @@ using Between = BETWEEN_TYPE;
 // i % heads of the weight and of the bias. There is never a norm before the addition too.
 using Bias = BIAS_TYPE;
 
+// CENTER: rows are normalised less their means. There is never a norm before the addition too.
+
 // QUANTIZED: rows are quantized, as quantize.cuh says. There is then no norm before the addition, and AROUND is 1, so that
 // all arguments lie where the launcher puts them.
 

@@ -1,8 +1,9 @@
 // y, residual_out and rstd of rows that do not fit the registers, or numbers and scales. A block per row reads it twice,
-// segment by segment; three times where a norm comes before the addition, or a quantizer computes one scale for the row.
+// segment by segment; once more where a norm comes before the addition, where the mean is subtracted, and where a
+// quantizer computes one scale for the row.
 //
-// KEPT says where the last pass reads h, the row that is normalised: in shared memory; in global memory, as x or
-// residual_out; or nowhere: it adds x and the residual again.
+// KEPT says where the passes after the sum read h, the row that is normalised: in shared memory; in global memory, as x or
+// residual_out; or nowhere: they add x and the residual again.
 #if AROUND
 #define MANY_REGISTERS  // with fewer the compiler spills
 #endif
@@ -19,6 +20,9 @@ static_assert(KEPT != IN_SHARED || ALIGNED < 32, "only global memory has accesse
 
 // The type of h.
 using Row = either<GATED == BEFORE_NORM, A, either<!PRESENT<Residual>, X, either<ROUND_SUM, ResidualOut, A>::type>::type>::type;
+
+// The type of h where passes after the sum read it, in shared memory or in residual_out; none: they load x, and add again.
+using Kept = either<KEPT == IN_SHARED, Row, either<KEPT == IN_MEMORY && PRESENT<Residual>, ResidualOut, none>::type>::type;
 
 // Loads a vector that meets the residual: x, or x after its norm.
 template <class T>
@@ -57,6 +61,7 @@ extern "C" __global__ void BOUNDS forward_wide(const Arguments a) {
     const Z* const z_row = a.gates_of(blockIdx.x);
     const Weight* const weight_row = a.weight_of(blockIdx.x);
     const Bias* const bias_row = a.bias_of(blockIdx.x);
+    const auto* const kept_row = static_cast<const Kept*>(KEPT == IN_SHARED ? shared_of_launch() : residual_out_row);
     const int segments = (a.hidden_size + SEGMENT - 1) / SEGMENT;
 
     A first_rstd = 0;
@@ -94,7 +99,8 @@ extern "C" __global__ void BOUNDS forward_wide(const Arguments a) {
             added(h, x[k], residual[k], inside && KEPT != NOWHERE, residual_out_row + column);
             gate<BEFORE_NORM>(h, inside, z_row, column);
             if (KEPT == IN_SHARED) store_if(inside, kept + column, h);
-            square(squares[k], h);
+            if constexpr (CENTER) memcpy(squares[k], h, sizeof h);
+            else square(squares[k], h);
         }
         if constexpr (PRESENT<Out>) {
             const A sum = sums_of_rows(squares);
@@ -102,11 +108,42 @@ extern "C" __global__ void BOUNDS forward_wide(const Arguments a) {
         }
     }
     if constexpr (!PRESENT<Out>) return;
+
+    // Each thread reads what it wrote itself, so no barrier is needed.
+    A mean = 0;
+    if constexpr (CENTER) {
+        mean = sum_of_all_segments(sums, segments) / (A)a.hidden_size;
+        block_barrier();  // all have read the sum, and those of squares take its place
+        for (int segment = warp(); segment < segments; segment += WARPS) {
+            A squares[VECTORS][VECTOR];
+#pragma unroll
+            for (int k = 0; k < VECTORS; k++) {
+                const int column = segment * SEGMENT + column_of(k);
+                const bool inside = FULL || column < a.hidden_size;
+                A h[VECTOR];
+                Kept row[VECTOR];
+                load_if(inside, row, kept_row + column);
+                if constexpr (PRESENT<Kept>) {
+                    widen(h, row);
+                } else {
+                    Added x[VECTOR];
+                    Residual residual[VECTOR];
+                    load_added(inside, x, a, x_row, column, first_rstd);
+                    load_if(inside, residual, residual_row + column);
+                    added(h, x, residual, false, residual_out_row + column);
+                    gate<BEFORE_NORM>(h, inside, z_row, column);
+                }
+                subtract(h, inside ? mean : 0);  // beyond the row's end +0 is squared
+                square(squares[k], h);
+            }
+            const A sum = sums_of_rows(squares);
+            if (lane() == 0) sums[segment] = sum;
+        }
+    }
     const A rstd = rstd_of(sum_of_all_segments(sums, segments), a.hidden_size, a.eps);
     if (RSTD && threadIdx.x == 0) a.rstd[blockIdx.x] = rstd;
     let_next_kernel_begin();
 
-    // Each thread reads what it wrote itself, so no barrier is needed.
 #if QUANTIZED
     Passes passes(a, blockIdx.x);
     for (; passes.left > 0; passes.end())
@@ -123,14 +160,10 @@ extern "C" __global__ void BOUNDS forward_wide(const Arguments a) {
             const int column = segment * SEGMENT + column_of(k);
             const bool inside = FULL || column < a.hidden_size;
             A h[VECTOR], y[VECTOR];
-            if constexpr (KEPT == IN_SHARED) {
-                Row row[VECTOR];
-                load_if(inside, row, kept + column);
+            Kept row[VECTOR];
+            load_if(inside, row, kept_row + column);
+            if constexpr (PRESENT<Kept>) {
                 widen(h, row);
-            } else if constexpr (KEPT == IN_MEMORY && PRESENT<Residual>) {
-                ResidualOut total[VECTOR];
-                load_if(inside, total, residual_out_row + column);
-                widen(h, total);
             } else {
                 Added x[VECTOR];
                 Residual residual[VECTOR];
@@ -139,6 +172,7 @@ extern "C" __global__ void BOUNDS forward_wide(const Arguments a) {
                 added(h, x, residual, inside && stored, residual_out_row + column);
                 gate<BEFORE_NORM>(h, inside, z_row, column);
             }
+            if (CENTER) subtract(h, mean);
             Weight weight[VECTOR];
             load_if(inside, weight, weight_row + column);
             normalised<Added>(y, h, rstd, weight, a.weight_offset);

@@ -194,24 +194,32 @@ template <class T, int COUNT, class MEMORY> __device__ void share(const T (&valu
     }
 }
 
-// A row's sum, from the sum of each warp's segment. `sums` is shared memory for all of them. It may be used again after
-// the next call, which must be given other memory.
+// Of COUNT numbers for each warp's segment, the row's sums. `sums` is shared memory for all of them. It may be used again
+// after the next call, which must be given other memory.
+template <int COUNT, class SUMS> __device__ void add_segments(A (&totals)[COUNT], SUMS& sums) {
+    constexpr int IN_ROW = CLUSTER * WARPS, PADDED = padded(IN_ROW), OF_LANE = larger(PADDED / LANES, 1);
+    share(totals, sums);
+#pragma unroll
+    for (int n = 0; n < COUNT; n++) {
+        A halves[OF_LANE];
+#pragma unroll
+        for (int i = 0; i < OF_LANE; i++) {
+            int segment = lane() % PADDED + i * LANES;
+            halves[i] = segment < IN_ROW ? (A)sums[n * IN_ROW + segment] : (A)0;
+        }
+        halve<OF_LANE>(halves);
+#pragma unroll
+        for (int distance = smaller(PADDED, LANES) / 2; distance > 0; distance /= 2) {
+            halves[0] += exchanged(halves[0], distance);
+        }
+        totals[n] = halves[0];
+    }
+}
+
 template <class SUMS> __device__ A sum_of_segments(A sum, SUMS& sums) {
-    constexpr int IN_ROW = CLUSTER * WARPS, PADDED = padded(IN_ROW), COUNT = larger(PADDED / LANES, 1);
-    const A values[1] = {sum};
-    share(values, sums);
-    A halves[COUNT];
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-        int segment = lane() % PADDED + i * LANES;
-        halves[i] = segment < IN_ROW ? (A)sums[segment] : (A)0;
-    }
-    halve<COUNT>(halves);
-#pragma unroll
-    for (int distance = smaller(PADDED, LANES) / 2; distance > 0; distance /= 2) {
-        halves[0] += exchanged(halves[0], distance);
-    }
-    return halves[0];
+    A totals[1] = {sum};
+    add_segments(totals, sums);
+    return totals[0];
 }
 
 // The sums of the warp's rows, or of the row of its block or cluster. Each NUMBER has memory of its own.
@@ -232,6 +240,12 @@ template <class SUMS> __device__ A sum_of_all_segments(SUMS& sums, int segments)
     }
     block_barrier();
     return sums[0];
+}
+
+// Subtracts a number from a vector's elements.
+__device__ inline void subtract(A (&values)[VECTOR], A number) {
+#pragma unroll
+    for (int v = 0; v < VECTOR; v++) values[v] -= number;
 }
 
 // rstd, the reciprocal of the root mean square.

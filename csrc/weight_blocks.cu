@@ -7,17 +7,18 @@ constexpr int TOGETHER = 8;  // rows that are loaded before the first is added
 template <int COUNT> __device__ void add_rows(A (&total)[VECTOR], const Arguments& a, long long first, int column) {
     Dy dy[COUNT][VECTOR];
     H h[COUNT][VECTOR];
-    A rstd[COUNT];
+    A rstd[COUNT], mean[COUNT];
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
         load(dy[i], a.dy + a.begin_of(first + i, a.dy_strides) + column);
         load(h[i], a.h + a.begin_of(first + i, a.h_strides) + column);
         rstd[i] = a.rstd[first + i];
+        mean[i] = CENTER ? a.means()[first + i] : (A)0;
     }
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
         A xhat[VECTOR], shares[VECTOR];
-        normalised(xhat, h[i], rstd[i]);
+        normalised(xhat, h[i], mean[i], rstd[i]);
         shares_of(shares, dy[i], xhat);
         add(total, shares);
     }

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 DEVICES = ("cuda",)
 
-KNOWS = frozenset(("residual_dtype", "norm_before_add", "affine", "x_scale"))
+KNOWS = frozenset(("residual_dtype", "norm_before_add", "affine", "x_scale", "center"))
 KNOWS |= {"quantize", "round_scale", "gate", "gate_backward", "gate_steps", "gate_interleaved", "norm_gated", "rotate"}
 
 #: The type of device whose tensors the fast path takes to this backend; None if there is no fast path.

@@ -142,6 +142,7 @@ def forward_variant(kind: ForwardKind, capability: int) -> Variant:
         "GATED": 0 if kind.gate is None else 2 if kind.gate.between is None else 1,
         **_flags(
             NORM_BEFORE_ADD=kind.first is not None,
+            CENTER=kind.center,
             AROUND=any(part is not None for part in (kind.around, kind.quantizer, kind.gate)),
             QUANTIZED=kind.quantizer is not None,
             KEEPS=kind.quantizer is None or kind.quantizer.keeps,
@@ -190,7 +191,7 @@ def backward_variants(kind: BackwardKind, capability: int) -> dict[str, Variant]
     """The kernels for a kind of backward pass, by what they do, in the order in which they are launched.
 
     ``both``: the gradients of the rows and the blocks' shares of the weight's; ``rows`` and ``shares``: the same apart;
-    ``sums``: the shares added up.
+    ``sums``: the shares added up. ``rows`` also has the means that ``shares`` needs of rows that are centered.
     """
     dtypes = [*kind.dtypes(), kind.accumulator]
     layout = Layout.of(kind.hidden_size, dtypes, kind.alignment, capability)
@@ -210,7 +211,8 @@ def backward_variants(kind: BackwardKind, capability: int) -> dict[str, Variant]
         shared: int = 0,
     ) -> Variant:
         types = _types(**{name: dtype if name in used else None for name, dtype in operands.items()})
-        numbers = {"OFFSET": int(kind.offset), "TWO_LEVELS": int(kind.two_levels), **layout.defines(), "WARPS": warps}
+        numbers = {"OFFSET": int(kind.offset), "TWO_LEVELS": int(kind.two_levels), "CENTER": int(kind.center)}
+        numbers |= {**layout.defines(), "WARPS": warps}
         numbers |= more
         defines: tuple[tuple[str, str | int], ...] = (
             ("ACCUMULATOR", _NAMES[kind.accumulator]),
@@ -229,13 +231,13 @@ def backward_variants(kind: BackwardKind, capability: int) -> dict[str, Variant]
         variants["both"] = variant("backward_blocks", _OF_ROWS, *launch, {"AHEAD": int(small)})
     else:
         launch = (layout.warps, Share.ROWS, layout.rows)
-        if gradients and layout.wide:  # the second pass finds dy and h in shared memory, if they fit
+        if (gradients or kind.center) and layout.wide:  # the second pass finds dy and h in shared memory, if they fit
             sums = _padded_segments(kind.hidden_size)
             row = kind.hidden_size * (kind.dy.itemsize + kind.h.itemsize)
             fits = row + sums * kind.accumulator.itemsize <= _SHARED.get(capability, 0)
             more = {"SEGMENTS": sums, "KEPT": int(fits)}
             variants["rows"] = variant("backward_wide", _OF_ROWS, *launch, more, row if fits else 0)
-        elif gradients:
+        elif gradients or kind.center:
             variants["rows"] = variant("backward_rows", _OF_ROWS, *launch, {})
         if kind.dweight:
             launch = (_WARPS, Share.COLUMNS_OF_BLOCKS, _WARPS * 32 * layout.vector)
@@ -244,7 +246,7 @@ def backward_variants(kind: BackwardKind, capability: int) -> dict[str, Variant]
     if kind.dweight:
         warps = reference.ROW_BLOCKS // BLOCKS_IN_LANE
         more = {"IN_LANE": BLOCKS_IN_LANE, "VECTOR": 1, "ALIGNED": 4, "ROW": 1024}
-        more |= {"CLUSTER": 1, "BLOCKS_ROW": 0, "FULL": 0, "OFFSET": 0}
+        more |= {"CLUSTER": 1, "BLOCKS_ROW": 0, "FULL": 0, "OFFSET": 0, "CENTER": 0}
         variants["sums"] = variant("weight_sum", _OF_SUMS, warps, Share.COLUMNS_OF_SUMS, warps * 32, more)
     return variants
 

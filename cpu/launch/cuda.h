@@ -24,11 +24,12 @@ typedef struct {
 
 /*
  * Options, above the flags of call.h: there is a weight offset; rstd is wanted; rows lie in two levels; a backward pass; a
- * weight or a bias has rows of heads; x is scaled; nothing but a gate; the rows of all its operands lie side by side.
+ * weight or a bias has rows of heads; x is scaled; nothing but a gate; the rows of all its operands lie side by side; a
+ * rotation; rows are centered.
  */
 enum {
     OFFSET = 4, RSTD = 8, TWO_LEVELS = 16, BACKWARD = 32, OF_HEADS = 64, SCALED = 128, GATE_ONLY = 256, SIDE_BY_SIDE = 512,
-    ROTATION = 1024
+    ROTATION = 1024, CENTER = 2048
 };
 
 /* A kernel, of which a program takes `per_program` rows, columns or elements. */

@@ -92,6 +92,7 @@ static void fill_in_key(const work *w, key *k) {
     const int normalises = !(c->flags & FN_QUANTIZE_ONLY); /* without a norm its flags say nothing */
     k->options = normalises ? (int32_t)c->flags & (FN_ROUND_SUM | FN_ROUND_NORM) : 0;
     k->options |= (c->weight_offset != 0 ? OFFSET : 0) | (c->inner != c->rows ? TWO_LEVELS : 0);
+    k->options |= c->flags & FN_CENTER ? CENTER : 0;
     k->options |= (has_heads(c) ? OF_HEADS : 0) | (w->scaling ? SCALED : 0);
     if (c->pass == FN_BACKWARD) k->options |= BACKWARD;
     else if (c->operand[FN_RSTD].kind) k->options |= RSTD;
