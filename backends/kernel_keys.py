@@ -158,8 +158,8 @@ class ForwardKind(NamedTuple):
         """The kind of most calls of an operation."""
         dtypes = (operation.x, operation.residual, operation.weight, operation.out, operation.residual_out)
         flags = (operation.round_sum, operation.round_norm, False, False)
-        others = {"first": operation.first, "around": operation.around, "center": operation.center}
-        return cls(*dtypes, operation.hidden_size, *flags, alignment, **others)
+        kind = cls(*dtypes, operation.hidden_size, *flags, alignment)
+        return kind._replace(first=operation.first, around=operation.around, center=operation.center)
 
     @property
     def accumulator(self) -> torch.dtype:

@@ -118,9 +118,9 @@ def _from_head_to_head(weight: Tensor | None) -> int:
 def pack_backward(call: Backward, threads: int = 1, block: int = 0, partial: Tensor | None = None) -> bytes:
     """A backward pass. ``partial``: scratch of GPU kernels, [blocks, N], where each block has so many rows."""
     dy, d_residual_out, h, rstd, weight, dx, dresidual, dweight, operation, rows, inner, strides = call[:12]
-    device, hidden_size = operation.device.index or 0, operation.hidden_size
+    device, hidden_size, flags = operation.device.index or 0, operation.hidden_size, operation.center * CENTER
     return _pack(
-        *(1, operation.center * CENTER, device, threads, rows, inner, hidden_size, block, 0, call.heads, 0.0, call.weight_offset),
+        *(1, flags, device, threads, rows, inner, hidden_size, block, 0, call.heads, 0.0, call.weight_offset),
         *_operand(dy, strides[0]),
         *_operand(d_residual_out, strides[1]),
         *_operand(h, strides[2]),

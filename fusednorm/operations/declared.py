@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from fusednorm.calls import must_be_seen
-from fusednorm.calls.checks import check_apart, check_output, refuse_grad
+from fusednorm.calls.call import Flags
+from fusednorm.calls.checks import check_apart, check_flags, check_operands, check_output, refuse_grad
 from fusednorm.calls.must_be_seen import Listener
 from fusednorm.torch_ops import dtensor_bridge
 from fusednorm.torch_ops.declared import Operator
@@ -91,6 +93,15 @@ class Operation(Operator):
         if apart:
             own = {result.name: (result.overwrites,) for result in declaration.returned if result.overwrites}
             check_apart(called, operands, None if in_place else own)
+
+
+def dtype_of(out: Tensor | None, out_dtype: torch.dtype | None, rows: Tensor, name: str) -> torch.dtype | None:
+    """``out_dtype``, or the dtype of the output that the caller gave for these rows, which is checked."""
+    if out is None:
+        return out_dtype
+    check_operands(rows, None, None, out, None, in_memory=False, x_name=name)
+    check_flags(Flags(out_dtype=out_dtype), rows, None, out, None, x_name=name)
+    return out.dtype
 
 
 #: The declared operation of each public function that calls one.

@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from fusednorm.calls import must_be_seen
-from fusednorm.calls.call import Flags, accumulator
-from fusednorm.calls.checks import check_cap, check_flags, check_operands
+from fusednorm.calls.call import accumulator
+from fusednorm.calls.checks import check_cap
 from fusednorm.calls.declared import Declaration, Operand, Result
 from fusednorm.calls.fast_path import FUNCTION, Entry
 from fusednorm.engine import execute
 from fusednorm.engine.execute import Gating
-from fusednorm.operations.declared import Operation
+from fusednorm.operations.declared import Operation, dtype_of
 from fusednorm.operations.gate import Gated
 from fusednorm.reference import activations
 
@@ -82,10 +82,7 @@ class _Function(Operation):
             found: Tensor | None = self.on_fast_path(z, *flags.values(), out, out_dtype)
             if found is not None:
                 return found
-        if out is not None:
-            check_operands(z, None, None, out, None, in_memory=False, x_name=self.operand)
-            check_flags(Flags(out_dtype=out_dtype), z, None, out, None, x_name=self.operand)
-            out_dtype = out.dtype
+        out_dtype = dtype_of(out, out_dtype, z, self.operand)
         arguments = {self.operand: z, "out": out, "out_dtype": out_dtype, **flags}
         return self(self.activation, **arguments)
 

@@ -10,12 +10,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fusednorm.calls.call import Flags, accumulator
-from fusednorm.calls.checks import check_cap, check_flags, check_operands, number, refuse_type
+from fusednorm.calls.call import accumulator
+from fusednorm.calls.checks import check_cap, number, refuse_type
 from fusednorm.calls.declared import Declaration, Operand, Result, Role
 from fusednorm.engine import log_prob
 from fusednorm.engine.log_prob import Selecting
-from fusednorm.operations.declared import Operation
+from fusednorm.operations.declared import Operation, dtype_of
 from fusednorm.reference import log_prob as reference
 
 #: The greatest number and the sum of exponentials of each row, which gradients take.
@@ -273,10 +273,7 @@ def log_softmax(logits: Tensor, *, out: Tensor | None = None, out_dtype: torch.d
         ValueError: shapes, devices or memory do not fit.
         RuntimeError: ``out`` is given and logits requires grad.
     """
-    if out is not None:
-        check_operands(logits, None, None, out, None, in_memory=False, x_name="logits")
-        check_flags(Flags(out_dtype=out_dtype), logits, None, out, None, x_name="logits")
-        out_dtype = out.dtype
+    out_dtype = dtype_of(out, out_dtype, logits, "logits")
     result: Tensor = _LOG_SOFTMAX("log_softmax", logits=logits, out=out, out_dtype=out_dtype)
     return result
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusednorm.calls.call import accumulator
 from fusednorm.calls.declared import Declaration, Operand, Result, Role
-from fusednorm.operations.declared import Operation
+from fusednorm.operations.declared import Operation, dtype_of
 from fusednorm.reference.norm import rounded, rowsum
 
 
@@ -100,6 +100,7 @@ def modulate(
     """
     if isinstance(y, Tensor) and isinstance(scale, Tensor) and isinstance(shift, Tensor):
         scale, shift = _of_samples(scale, y), _of_samples(shift, y)
+    out_dtype = dtype_of(out, out_dtype, y, "y")
     result: Tensor = _MODULATE(
         "modulate", y=y, scale=scale, shift=shift, round_steps=round_steps, out=out, out_dtype=out_dtype
     )
