@@ -23,12 +23,6 @@ class Rows(NamedTuple):
     outer_stride: int
     stride: int
 
-    def in_levels_of(self, inner: int) -> Strides | None:
-        """The strides of the same rows, of which ``inner`` lie in the inner level; None if they do not lie so."""
-        if self.inner == inner:
-            return self.outer_stride, self.stride
-        return (inner * self.stride, self.stride) if self.outer == 1 else None
-
 
 def rows_of(tensor: Tensor) -> Rows | None:
     """The rows of a [..., N] tensor in one level or two, each row contiguous; None if they lie otherwise.
@@ -130,7 +124,7 @@ def in_levels(written: Sequence[Tensor | None], read: Sequence[Tensor | None]) -
     None if rows that are written lie so that a kernel cannot write them.
     """
     found: list[Any] = [*written, *read]
-    strides, apart = [ABSENT] * len(found), []
+    strides, apart, levels = [ABSENT] * len(found), [], None
     for place, tensor in enumerate(found):
         if tensor is None:
             continue
@@ -138,26 +132,30 @@ def in_levels(written: Sequence[Tensor | None], read: Sequence[Tensor | None]) -
             rows = rows_of(tensor)
             if rows is not None:
                 apart.append((place, rows))
+                if levels is None or rows.outer > 1 == levels.outer:
+                    levels = rows
                 continue
             if place < len(written):
                 return None
             found[place] = tensor = packed(tensor)
         strides[place] = (0, tensor.shape[-1])
         last = tensor
-    if not apart:  # the usual case
+    if levels is None:  # the usual case
         return Layout(last.numel() // last.shape[-1], strides, found[len(written) :])
-    outer, inner = next((rows[:2] for _, rows in apart if rows.outer > 1), apart[0][1][:2])
-    if outer > 1:
+    inner = levels.inner
+    if levels.outer > 1:
         strides = [(inner * stride, stride) for _, stride in strides]
     for place, rows in apart:
-        its = rows.in_levels_of(inner)
-        if its is None:
-            if place < len(written):
-                return None
+        if rows.inner == inner:
+            strides[place] = (rows.outer_stride, rows.stride)
+        elif rows.outer == 1:
+            strides[place] = (inner * rows.stride, rows.stride)
+        elif place < len(written):
+            return None
+        else:
             found[place] = packed(found[place])
             size = found[place].shape[-1]
-            its = (inner * size, size)
-        strides[place] = its
+            strides[place] = (inner * size, size)
     return Layout(inner, strides, found[len(written) :])
 
 

@@ -419,8 +419,7 @@ class _Call:
         flags: dict[str, Any],
     ) -> None:
         self.function, self.inputs, self.quantizing, self.flags = function, inputs, quantizing, flags
-        self.quantization, *tensors = quantizing
-        self.operands = (*inputs.values(), *tensors)
+        self.operands = (*inputs.values(), *quantizing[1:])
         self.listener = must_be_seen.listener(*self.operands)
         self.in_memory = self.listener is None
 
@@ -499,11 +498,17 @@ class _Call:
 
     def of_rows(self, y: Tensor) -> tuple[Tensor, ...]:
         """The results for the rows that are quantized."""
-        quantization, scale, zero_point, *_ = self.quantizing
-        if (normed_out := self.quantizing.normed_out) is not None:
+        quantization, scale, zero_point, out, scale_out, zero_point_out, normed_out, _ = self.quantizing
+        if normed_out is not None:
             dtensor_bridge.written(normed_out, reference.rounded(y, normed_out.dtype))
-        if self.in_memory and (found := execute.quantize(y, self.quantizing)) is not None:
-            return found
+        if self.in_memory:
+            found: tuple[Tensor, ...] | None = None
+            if _may_be_fast(quantization, scale_out):
+                found = _quantize(y, quantization.packed, scale, zero_point, out, scale_out, zero_point_out)
+            if found is None:
+                found = execute.quantize(y, self.quantizing)
+            if found is not None:
+                return found
         if self.listener is Listener.DISPATCHER:
             quantize_rows = dtensor_bridge.operations(y, scale, zero_point).quantize
             numbers, *of_groups = quantize_rows(y, str(quantization), scale, zero_point)
