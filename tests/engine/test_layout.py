@@ -65,6 +65,9 @@ def test_columns_of_one_matrix_are_told_apart_without_looking_at_rows(monkeypatc
     matrix = torch.empty(10, 24)
     left, right = map(Memory.of, (matrix[:, :8], matrix[:, 8:16]))
     assert not share_memory(right, left)
+    batches = torch.zeros(3, 7, 6, 8)[:, :5]
+    q, k = (Memory.of(batches[:, :, heads]) for heads in (slice(4), slice(4, 6)))
+    assert not share_memory(q, k)
 
 
 @given(st.data())

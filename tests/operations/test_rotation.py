@@ -122,11 +122,15 @@ def test_the_fast_path_takes_what_is_usual_and_nothing_else():
         norm = {"norm": True, "eps": numbers[0], "weight_offset": numbers[1]}
         return take("rotation", **heads, **rotation, **(norm | flags))
 
-    qkv = torch.ones(3, 8, 16)
+    qkv, batches = torch.ones(3, 8, 16), torch.ones(2, 5, 8, 16)[:, :3]
+    apart, shared = [batches[:, :, :4], batches[:, :, 4:6]], [batches[:, :, :4], batches[:, :, 3:5]]
+    first, second = torch.ones(2, 4, 3, 16).transpose(1, 2), torch.ones(2, 2, 3, 16).transpose(1, 2)
     usual = {
         "plain": run(),
         "views": run(qkv[:, :4], qkv[:, 4:6]),
         "views in place": run(qkv[:, :4], qkv[:, 4:6], out=(qkv[:, :4], qkv[:, 4:6])),
+        "views of batches in place": run(*apart, out=apart),
+        "heads before rows, in place": run(first, second, out=(first, second)),
         "q alone": run(k=None),
         "no norm": run(weights=(None, None), norm=False),
         "no rotation": run(tables=(None, None)),
@@ -154,6 +158,9 @@ def test_the_fast_path_takes_what_is_usual_and_nothing_else():
         "rows in three levels": lambda: run(
             torch.ones(2, 3, 4, 5, 16)[:, :2, :3, :4], torch.ones(2, 2, 3, 2, 16), tables=(cos[0], sin[0])
         ),
+        "views in place that share a head": lambda: run(*shared, out=shared),
+        "k's place that shares a head with q": lambda: run(*shared, out=(None, shared[1])),
+        "q's place for k": lambda: run(*apart, out=(apart[0], apart[0][:, :, 2:])),
         "a weight for a missing k": lambda: run(k=None, weights=(None, weight), out=(out, None)),
         "a weight without a norm": lambda: run(norm=False, out=(out, None)),
         "a weight of other heads": lambda: run(weights=(torch.ones(2, 16), None), out=(out, None)),
