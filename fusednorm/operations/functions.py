@@ -115,15 +115,11 @@ class _Softcap(_Function):
         return cast(Any, self.recorded).apply(z, gating.limit, gating.round_steps, gating.out_dtype)
 
 
-def _check_cap(x: Tensor, cap: float, **_: Any) -> None:
-    check_cap(cap, x)
-
-
 _GELU, _RELU2 = _Function("gelu"), _Function("relu2")
 _SOFTCAP = _Softcap(
     "softcap",
     flags={"cap": 30.0, "round_steps": False},
-    check=_check_cap,
+    check=lambda x, cap, **_: check_cap(cap, x),
     samples=({"cap": 30.0}, {"cap": 0.7, "round_steps": True}),
     refused=(
         ({"cap": "2"}, TypeError, "cap must be a number"),

@@ -79,10 +79,6 @@ GATE = Operator(
 )
 
 
-def _rotate(*arguments: Any) -> tuple[Tensor]:
-    return (rotation.rotated(*arguments),)
-
-
 def _rotate_on_fast_path(x: Tensor, cos: Tensor, sin: Tensor, *how: Any) -> Tensor | None:
     found = execute.rotate_on_fast_path([x], (cos, sin, None), Rotation(*how))
     return None if found is None else cast(Tensor, found[0])
@@ -94,12 +90,6 @@ def _run_rotate(x: Tensor, cos: Tensor, sin: Tensor, *how: Any) -> tuple[Tensor]
         found = execute.rotate([Head(x)], (cos, sin, None), Rotation(*how))
         rotated = rotation.rotated(x, cos, sin, *how) if found is None else found[0]
     return (rotated,)
-
-
-def _rotate_back(
-    x_dtype: torch.dtype, cos: Tensor, sin: Tensor, interleaved: bool, rounded_to: torch.dtype | None, _: torch.dtype
-) -> tuple[Any, ...]:
-    return cos, -sin, interleaved, rounded_to, x_dtype
 
 
 def _check_rotate(x: Tensor, cos: Tensor, sin: Tensor, *, rounded_to: Any, **_: Any) -> None:
@@ -115,8 +105,8 @@ ROTATE = Operator(
         operands=(Operand("x"), Operand("cos", Role.TABLE), Operand("sin", Role.TABLE)),
         results=(Result(dtype="dtype"),),
         flags={"interleaved": False, "rounded_to": None, "dtype": torch.dtype},
-        formula=_rotate,
-        transposed=_rotate_back,
+        formula=lambda *arguments: (rotation.rotated(*arguments),),
+        transposed=lambda x_dtype, cos, sin, *how: (cos, -sin, *how[:-1], x_dtype),
         check=_check_rotate,
     ),
     _run_rotate,

@@ -153,14 +153,6 @@ def _formula_of_add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, eps:
     return _formula_of_layer_norm(total, weight, eps), total
 
 
-def _formula_of_norm_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _formula_of_norm(x, weight, eps) + residual
-
-
-def _formula_of_norm_add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return _formula_of_add_norm(_formula_of_norm(x, weight, eps), residual, weight, eps)
-
-
 def _formula_of_add_norm_quant(quantization: Quantization) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     """Of a symmetric quantization, as programs write it."""
     least, greatest = quantization.range
@@ -181,14 +173,6 @@ def _formula_of_add_norm_quant(quantization: Quantization) -> Callable[..., tupl
 def _formula_of_gate(y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = torch.promote_types(y.dtype, torch.float32)
     return (y.to(wide) * torch.nn.functional.silu(z.to(wide))).to(y.dtype)
-
-
-def _formula_of_silu_and_mul(gate: Tensor, up: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return torch.nn.functional.silu(gate) * up
-
-
-def _formula_of_norm_gated(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _formula_of_gate(_formula_of_norm(x, weight, eps), z, weight, eps)
 
 
 def _formula_of_qk_norm_rope(q: Tensor, k: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -240,14 +224,23 @@ OPERATIONS = {
     "norm": _named("rms_norm", _formula_of_norm),
     "layer_norm": _named("layer_norm", _formula_of_layer_norm),
     "add_layer_norm": _named("fused_add_layer_norm", _formula_of_add_layer_norm, "sum"),
-    "norm_add": _named("rms_norm_add", _formula_of_norm_add, "first norm"),
-    "norm_add_norm": _named("rms_norm_add_rms_norm", _formula_of_norm_add_norm, "first norm, sum"),
+    "norm_add": _named("rms_norm_add", lambda x, r, *rest: _formula_of_norm(x, *rest) + r, "first norm"),
+    "norm_add_norm": _named(
+        "rms_norm_add_rms_norm",
+        lambda x, r, *rest: _formula_of_add_norm(_formula_of_norm(x, *rest), r, *rest),
+        "first norm, sum",
+    ),
     "add_norm_int8": _quantized(quantizations.VLLM_INT8_TOKEN_CPU),
     "add_norm_fp8": _quantized(quantizations.VLLM_FP8_TOKEN),
     "add_norm_fp8_block": _quantized(quantizations.VLLM_FP8_BLOCK_FUSED),
     "gate": _named("gate", _formula_of_gate, repeats=False),
-    "silu_and_mul": _named("silu_and_mul", _formula_of_silu_and_mul, "silu"),
-    "norm_gated": _named("rms_norm_gated", _formula_of_norm_gated, "normed rows", repeats=False),
+    "silu_and_mul": _named("silu_and_mul", lambda gate, up, *_: torch.nn.functional.silu(gate) * up, "silu"),
+    "norm_gated": _named(
+        "rms_norm_gated",
+        lambda x, z, *rest: _formula_of_gate(_formula_of_norm(x, *rest), z, *rest),
+        "normed rows",
+        repeats=False,
+    ),
     "qk_norm_rope": _named(
         "qk_norm_rope",
         _formula_of_qk_norm_rope,
