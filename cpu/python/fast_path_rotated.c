@@ -127,18 +127,16 @@ enum { LEVELS = 6 };
 
 /* The memory of an operand: levels that lead from place to place, the smallest step first. */
 struct memory {
-    uintptr_t begin;
     int levels;
     int64_t step[LEVELS], bytes[LEVELS + 1]; /* of all places below each level, and of the whole operand */
 };
 
 /* Returns 0 if the operand has more levels. */
-static int find_memory(const struct given *g, int operand, struct memory *m) {
-    const tensor *t = &g->t[operand];
+static int find_memory(const tensor *t, struct memory *m) {
     const int64_t item = t->dtype.bits / 8;
     int64_t size[LEVELS];
-    *m = (struct memory){.begin = g->o[operand].address, .bytes = {item}};
-    for (int i = 0; i < t->ndim; i++) {
+    m->levels = 0, m->bytes[0] = item;
+    for (int i = t->ndim - 1; i >= 0; i--) { /* whose steps mostly are in order already */
         if (t->shape[i] == 1) continue;
         if (m->levels == LEVELS) return 0;
         int at = m->levels++;
@@ -173,18 +171,24 @@ static int same_elements(const struct given *g, int x, int out) {
     return g->o[x].address == g->o[out].address;
 }
 
+/* The bytes from an operand's first element to behind its last one. */
+static int64_t bytes_of(const tensor *t) {
+    int64_t elements = 1;
+    for (int i = 0; i < t->ndim; i++) elements += (t->shape[i] - 1) * t->strides[i];
+    return elements * (t->dtype.bits / 8);
+}
+
 /* Whether what the caller wants written shares memory with another operand, other than exactly what it takes the place of. */
 static int outputs_overlap(const struct given *g) {
-    struct memory of[TENSORS];
-    for (int i = Q; i < TENSORS; i++)
-        if (has(g, i) && !find_memory(g, i, &of[i])) return 1;
+    struct memory a, b;
     for (int out = Q_OUT; out <= K_OUT; out++) {
         if (!has(g, out)) continue;
-        if (overlaps_itself(&of[out])) return 1;
+        if (!find_memory(&g->t[out], &a) || overlaps_itself(&a)) return 1;
         for (int i = Q; i < out; i++) {
             if (!has(g, i) || (i == out - Q_OUT && same_elements(g, i, out))) continue;
-            const int64_t distance = (int64_t)(of[i].begin - of[out].begin);
-            if (!are_apart(&of[out], of[out].levels, &of[i], of[i].levels, distance)) return 1;
+            const int64_t distance = (int64_t)(g->o[i].address - g->o[out].address);
+            if (distance >= a.bytes[a.levels] || -distance >= bytes_of(&g->t[i])) continue; /* the usual case */
+            if (!find_memory(&g->t[i], &b) || !are_apart(&a, a.levels, &b, b.levels, distance)) return 1;
         }
     }
     return 0;
