@@ -125,7 +125,7 @@ FN_INLINE int64_t pass_over_segment(int center, int kind, int parts, const struc
     if (center) {
         enum { USUAL = ALWAYS | SUMMED | BIASED };
         const int large = parts & (FROM_MEMORY | BYPASSING);
-        if (UNIT > 2 && row && before) switch (parts - large) { /* portable kernels have no copies of loops */
+        if (kind == F32 && row && before) switch (parts - large) { /* copies gain a tenth in others */
             case USUAL: return PASS(USUAL | large);
             case USUAL | MERGED:
             case USUAL | MERGED_MORE: return PASS(USUAL | MERGED_MORE | large);
@@ -247,20 +247,17 @@ FN_INLINE int merged_into(const struct fn_backward_part *part, int64_t m, int64_
 }
 
 /* The passes over centered rows, one function for a kind. */
-#define PASS_OVER_CENTERED(kind) PASS_OVER_CENTERED_(kind)
-#define PASS_OVER_CENTERED_(kind)                                                                                       \
-    static FN_NOINLINE float pass_over_centered_##kind(int parts, const struct gradient_row *before,                   \
-                                                       const struct gradient_row *row, int64_t hidden,                 \
-                                                       const struct backward_scratch *room) {                          \
-        return pass_over(1, kind, parts, before, row, hidden, room->sums, room->wdys);                                 \
+typedef float pass_over_fn(int parts, const struct gradient_row *before, const struct gradient_row *row, int64_t hidden,
+                           const struct backward_scratch *room);
+#define PASS_OVER_CENTERED(kind)                                                                             \
+    static float pass_over_centered_##kind(int parts, const struct gradient_row *before,                     \
+                                           const struct gradient_row *row, int64_t hidden,                   \
+                                           const struct backward_scratch *room) {                            \
+        return pass_over(1, kind, parts, before, row, hidden, room->sums, room->wdys);                       \
     }
-PASS_OVER_CENTERED(F32) PASS_OVER_CENTERED(F16) PASS_OVER_CENTERED(ALL_BF16)
-FN_INLINE float pass_over_centered(int kind, int parts, const struct gradient_row *before, const struct gradient_row *row,
-                                   int64_t hidden, const struct backward_scratch *room) {
-    return (kind == F32   ? pass_over_centered_F32
-            : kind == F16 ? pass_over_centered_F16
-                          : FN_JOIN(pass_over_centered, ALL_BF16))(parts, before, row, hidden, room);
-}
+#define PASS_OVER_CENTERED_ENTRY(kind) [kind] = pass_over_centered_##kind,
+CENTERED_KINDS(PASS_OVER_CENTERED)
+static pass_over_fn *const pass_over_centered[KINDS] = {CENTERED_KINDS(PASS_OVER_CENTERED_ENTRY)};
 
 static float mean_of(int kind, const struct fn_backward_job *job, const struct gradient_row *row, float *sums) {
     return FN_OF(centered_passes).sum[kind](row->h, 0, job->hidden, job->ahead, sums) / (float)job->hidden;
@@ -293,7 +290,7 @@ FN_INLINE void gradient_rows(int center, int kind, const struct fn_backward_job 
                 row.next_h = fn_row_of_h(job, next * job->heads + head);
             }
             if (center) row.mean = mean_of(kind, job, &row, room.sums);
-            float total = center     ? pass_over_centered(kind, does, before.d ? &before : NULL, &row, job->hidden, &room)
+            float total = center     ? pass_over_centered[kind](does, before.d ? &before : NULL, &row, job->hidden, &room)
                           : before.d ? pass_over(0, kind, does, &before, &row, job->hidden, room.sums, NULL)
                                      : pass_over(0, kind, does, NULL, &row, job->hidden, room.sums, NULL);
             row.c = total / (float)job->hidden;
@@ -312,7 +309,7 @@ FN_INLINE void flush_row(int center, int kind, const struct fn_backward_job *job
     struct gradient_row row = operands_of(job, part->row, room.gains);
     row.c = part->c;
     if (center) row.mean = part->mean, row.b = part->b;
-    if (center) pass_over_centered(kind, parts_of(job, 0), &row, NULL, job->hidden, &room);
+    if (center) pass_over_centered[kind](parts_of(job, 0), &row, NULL, job->hidden, &room);
     else pass_over(0, kind, parts_of(job, 0), &row, NULL, job->hidden, room.sums, NULL);
     part->pending = 0;
 }

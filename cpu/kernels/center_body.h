@@ -3,18 +3,18 @@
  * first adds the residual and sums h, the second sums the squares of h less the mean, the third normalises. Rows of other
  * kinds than these are converted to float first (forward_body.h); and there always is a weight and a bias:
  *
- *   CENTERED_KINDS     x, where the residual is of its kind, and h
+ *   CENTERED_KINDS     x, where the residual is of its kind, and h (center_tables.h)
  *   CENTERED           h, norm, affine, out: `affine` is the kind of the weight and of the bias
  */
+#define FROM_FLOAT(fn) fn(F32, ANY, F32, F32) fn(F32, ANY, F32, F16) fn(F32, ANY, F32, BF16)
 #if defined(REST)
-#define CENTERED_KINDS(fn) fn(BF16P)
 #define CENTERED(fn) fn(BF16P, ANY, F32, BF16P)
 #define CENTERED_AS_IS(fn) fn(BF16P, NONE, BF16P, BF16P)
+#elif ONLY_FLOAT_IS_CENTERED
+#define CENTERED(fn) FROM_FLOAT(fn)
+#define CENTERED_AS_IS(fn)
 #else
-#define CENTERED_KINDS(fn) fn(F32) fn(F16) fn(ALL_BF16)
-#define CENTERED(fn)                                                                                    \
-    fn(F32, ANY, F32, F32) fn(F32, ANY, F32, F16) fn(F16, ANY, F32, F16) fn(F32, ANY, F32, BF16) \
-    fn(ALL_BF16, ANY, F32, ALL_BF16)
+#define CENTERED(fn) FROM_FLOAT(fn) fn(F16, ANY, F32, F16) fn(ALL_BF16, ANY, F32, ALL_BF16)
 #define CENTERED_AS_IS(fn) fn(F16, NONE, F16, F16) fn(ALL_BF16, NONE, ALL_BF16, ALL_BF16)
 #endif
 
