@@ -105,7 +105,6 @@ struct fn_backward_job {
     char *dx, *dresidual;
     void *dweight, *dbias;
     int bias_kind; /* of dbias */
-    int center; /* whether rows were normalised less their means, which are found again */
     int norm_kind; /* that h * rstd is rounded to where rows are normalised again, or FN_NONE */
     int64_t hidden;
     /*
@@ -118,6 +117,7 @@ struct fn_backward_job {
     /* Where rows lie in two levels, jumps that follow after every `inner` rows; else 0. */
     int64_t dy_jump, d_total_jump, h_jump, inner;
     double weight_offset;
+    int center; /* whether rows were normalised less their means, which are found again */
 };
 
 /* Row m of an operand that is only read. */

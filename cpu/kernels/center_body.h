@@ -74,9 +74,10 @@ FN_INLINE float sum_terms(struct terms of, const struct row *row, int64_t hidden
     }                                                                                                                  \
     static void add_##kind_(const struct fn_forward_job *job, struct batch *batch) {                                   \
         for (int64_t k = 0; k < batch->rows; k++) {                                                                    \
-            const struct extra_outputs extra = extra_of(batch, k);                                                     \
+            char *const stream = batch->residual_out ? batch->residual_out + k * batch->residual_out_stride : NULL;            \
+            const struct extra_outputs extra = {.residual_out = stream};                                               \
             struct row row = row_at(kind_, job, k);                                                                    \
-            row.extra = extra.residual_out ? &extra : NULL;                                                            \
+            row.extra = stream ? &extra : NULL;                                                                        \
             row.sums = batch->sums;                                                                                    \
             const float sum = sum_terms((struct terms){.kind = kind_, .residual = kind_}, &row, job->hidden);          \
             batch->mean[k] = sum / (float)job->hidden;                                                                 \

@@ -39,13 +39,6 @@ static int64_t batch_rows(const struct fn_forward_job *job) {
     return rows < 1 ? 1 : rows < BATCH ? rows : BATCH;
 }
 
-/* The same for rows that are centered, none of which is in scratch: more, as two sums would keep the processor waiting. */
-static int64_t centered_batch_rows(const struct fn_forward_job *job) {
-    int64_t element = fn_element_size(job->x_kind) + fn_element_size(job->residual_kind);
-    int64_t rows = 2 * BATCH_BYTES / element / fn_float_row(job->hidden);
-    return rows < 1 ? 1 : rows < BATCH ? rows : BATCH;
-}
-
 /* Row k of a job, without extra outputs and room for sums. */
 FN_INLINE struct row row_at(int residual, const struct fn_forward_job *job, int64_t k) {
     return (struct row){
@@ -56,19 +49,15 @@ FN_INLINE struct row row_at(int residual, const struct fn_forward_job *job, int6
     };
 }
 
-FN_INLINE struct extra_outputs extra_of(const struct batch *batch, int64_t k) {
-    return (struct extra_outputs){
-        .h = batch->kept ? (float *)((char *)batch->kept + k * batch->h_stride) : NULL,
-        .residual_out = batch->residual_out ? batch->residual_out + k * batch->residual_out_stride : NULL,
-    };
-}
-
 /* First pass over the rows. */
 FN_INLINE void sum_rows(int x, int residual, int round_sum, const struct fn_forward_job *job, struct batch *batch) {
     int from_memory = job->from_memory;
     int64_t hidden = job->hidden;
     for (int64_t k = 0; k < batch->rows; k++) {
-        const struct extra_outputs extra = extra_of(batch, k);
+        const struct extra_outputs extra = {
+            .h = batch->kept ? (float *)((char *)batch->kept + k * batch->h_stride) : NULL,
+            .residual_out = batch->residual_out ? batch->residual_out + k * batch->residual_out_stride : NULL,
+        };
         struct row row = row_at(residual, job, k);
         row.extra = extra.h || extra.residual_out ? &extra : NULL;
         row.sums = batch->sums;
