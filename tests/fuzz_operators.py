@@ -118,12 +118,15 @@ class Call:
             usual = {"limit": (0.0, 0.0, 0.0, 0.5), "alpha": (1.0, 1.0, 1.0, 1.702), "cap": (0.7, 30.0)}.get(name)
             usual = (0.0, 0.0, 0.0, 1.0) if name == "up_offset" else usual
             return random.choice(NUMBERS if usual is None or random.random() < 0.1 else usual)
+        if kind == "Optional[float]":
+            return random.choice((None, None, 0.7, 30.0, *NUMBERS[:1]))
+        if kind == "Optional[int]":
+            return random.choice((None, 0, -100))
         if kind == "bool":
             return random.random() < (0.2 if name == "round_steps" else 0.5)
         if kind == "List[bool]":  # which of so many gradients, or of another number of them
-            count = {"gate_backward": 2, "gelu_backward": 1, "relu2_backward": 1, "softcap_backward": 1}.get(
-                self.name, 3
-            )
+            declared = DECLARED.get(self.name.removesuffix("_backward"))
+            count = len(declared.declaration.with_gradient) if declared else 3
             count = count if not self.wrong or random.random() < 0.95 else random.choice((0, 1, 4))
             return [random.random() < 0.7 for _ in range(count)]
         if kind == "str":
@@ -157,10 +160,14 @@ class Call:
                 width = self.shape[-1] if self.wrong and random.random() < 0.1 else self.pairs
                 return self.operand((*self.shape[:-1], width), torch.float32)
             case Role.IDS | Role.CHOSEN:
-                return torch.zeros(self.shape[:-1], dtype=torch.int64)
+                shape = (*self.shape[:-1], 3)[: len(self.shape) - (self.pairs % 2)]
+                least, most = (-2, self.shape[-1] + 2) if self.wrong else (0, max(1, self.shape[-1]))
+                dtype = random.choice((torch.int32, torch.int64))
+                return torch.randint(least, most, shape, generator=self.generator, dtype=dtype)
             case Role.OF_CHOSEN:
-                return self.operand(self.shape[:-1], self.wide)
-        dtype = self.dtype if name in ("x", "y", "n") else None
+                ids = (*self.shape[:-1], 3)[: len(self.shape) - (self.pairs % 2)]
+                return self.operand(ids, self.wide)
+        dtype = self.dtype if name in ("x", "y", "n", "logits") else None
         return self.operand(rows if self.name == "rotate" else None, dtype, absent)
 
     @property
@@ -194,7 +201,7 @@ def outcome(call, backend):
     try:
         with fusednorm.use_backend(backend), torch.no_grad():
             returned = getattr(OPS, call.name)(*arguments)
-    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
         return type(error), str(error)
     tensors = list(returned) if isinstance(returned, tuple) else [] if returned is None else [returned]
     written = arguments if call.name in ("rms_norm_", "fused_add_rms_norm_", "into") else ()

@@ -92,9 +92,19 @@ static int greatest_in_memory_double(int64_t kind, const char *x, int64_t n, int
     return (void)kind, (void)x, (void)n, (void)most, 0;
 }
 
+/* exp(v) of any number. An m that a caller made up may be below t. */
+FN_INLINE float exp_of_float(float v) {
+    const struct exponential_float x = exponential_float(chosen_float(v > 89.0f, 89.0f, v));
+    return x.p * x.first * x.second;
+}
+FN_INLINE double exp_of_double(double v) {
+    const struct exponential_double x = exponential_double(chosen_double(v > 710.0, 710.0, v));
+    return x.p * x.first * x.second;
+}
+
 /*
- * exp(t - m) of n numbers none of which is above 0. Nearly always each is a normal number, or 0, and one factor 2^k is enough;
- * else all are computed again with two.
+ * exp(t - m) of n numbers. Nearly always none is above 0, and each is a normal number, or 0: one factor 2^k is enough; else all
+ * are computed again with two.
  */
 static FN_NOINLINE void exponentials_float(const float *restrict t, float m, int n, float *restrict e) {
     const float lowest = -87.0f, zero = -104.0f;
@@ -111,20 +121,14 @@ static FN_NOINLINE void exponentials_float(const float *restrict t, float m, int
         /* A product, and no sum of bits, because a NaN must stay one. */
         const float power = f32_of_bits((bits_of_f32(shifted) + bias_float) << mantissa_float);
         e[i] = chosen_float(low, 0, p * power);
-        care |= (uint32_t)(low & (v > zero));
+        care |= (uint32_t)((low & (v > zero)) | (v > 0));
     }
     if (!care) return;
     FN_VECTORS()
-    for (int i = 0; i < n; i++) {
-        const struct exponential_float x = exponential_float(t[i] - m);
-        e[i] = x.p * x.first * x.second;
-    }
+    for (int i = 0; i < n; i++) e[i] = exp_of_float(t[i] - m);
 }
 static FN_NOINLINE void exponentials_double(const double *restrict t, double m, int n, double *restrict e) {
-    for (int i = 0; i < n; i++) {
-        const struct exponential_double x = exponential_double(t[i] - m);
-        e[i] = x.p * x.first * x.second;
-    }
+    for (int i = 0; i < n; i++) e[i] = exp_of_double(t[i] - m);
 }
 
 #define REAL float

@@ -266,12 +266,19 @@ class Declaration:
         """Checks operands, and what goes with them to the gradients' operator, by name."""
         operands = [tensors[operand.name] for operand in self.operands]
         rows_name, rows = self.decider(operands)
-        roles, optional = self.roles(), {operand.name for operand in self.operands if operand.optional}
+        roles, kept = self.roles(), [result.name for result in self.kept]
+        optional = {operand.name for operand in self.operands if operand.optional}
         for name in sorted(tensors, key=rows_name.__ne__):  # the one that decides comes first
             tensor = tensors[name]
             if isinstance(tensor, Tensor):
                 shape = self.shape(roles[name], operands)
                 check_role(name, roles[name], tensor, list(shape), rows, rows_name, in_memory)
+                wide = accumulator(rows.dtype)
+                if name in kept and tensor.dtype != wide:
+                    raise TypeError(
+                        f"{name} must be {str(wide)[6:]}, got {str(tensor.dtype)[6:]}; pass the result of the forward "
+                        "pass as it is"
+                    )
             elif tensor is not None or name not in optional:
                 refuse_type(name, tensor)
 

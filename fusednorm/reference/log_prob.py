@@ -161,7 +161,7 @@ def by_blocks(
     count, block = shape.numel(), max(1, BLOCK // logits.shape[-1])
 
     def of_rows(tensor: Tensor) -> Tensor:
-        return tensor.reshape(count, *tensor.shape[len(shape) :])
+        return tensor.reshape((count, *tensor.shape[len(shape) :]))
 
     operands = [None if t is None else of_rows(t) for t in (logits, *others)]
     parts = [
@@ -169,7 +169,7 @@ def by_blocks(
         for begin in range(0, max(count, 1), block)
     ]
     whole = parts[0] if len(parts) == 1 else [torch.cat(results) for results in zip(*parts, strict=True)]
-    return tuple(t.reshape(*shape, *t.shape[1:]) for t in whole)
+    return tuple(t.reshape((*shape, *t.shape[1:])) for t in whole)
 
 
 def log_softmax(logits: Tensor, out_dtype: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor]:
