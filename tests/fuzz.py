@@ -32,7 +32,7 @@ import fusednorm
 from fusednorm.backends import cpu
 from fusednorm.calls.call import ACTIVATIONS
 from fusednorm.calls.quantization import groups_of, scales_of
-from fusednorm.conformance.cases import differing
+from fusednorm.conformance.cases import TABLES, differing
 from fusednorm.conformance.test_quantized import ALL as QUANTIZATIONS
 
 sys.path.insert(0, str(Path(__file__).parent))  # where Python is told to leave the script's folder out
@@ -263,7 +263,7 @@ class Input:
 
     def backward(self):
         """A function that returns gradients of some operands, through some outputs, from any memory; None without."""
-        functions = [name for name, t in self.operands.items() if t.is_floating_point() and name not in ("cos", "sin")]
+        functions = [name for name, t in self.operands.items() if t.is_floating_point() and name not in TABLES]
         needed = [name for name in functions if self.chance(0.8)]
         operands = dict(self.operands)
         with fusednorm.use_backend("reference"), torch.no_grad():
@@ -341,6 +341,23 @@ def softcap(given):
     given.flag(0.2, "out_dtype", given.some_dtype())
     given.gradients = given.chance(0.4)
     given.output("out", shape, given.some_dtype() if given.chance(0.1) else given.dtype)
+
+
+def log_probabilities(given):
+    """Of whole rows, or of ids, with steps before the softmax."""
+    shape = given.shape()
+    given.operand("logits", shape, given.dtype)
+    given.gradients = given.chance(0.4)
+    if given.name == "log_softmax":
+        given.flag(0.2, "out_dtype", given.some_dtype())
+        given.output("out", shape, given.some_dtype() if given.chance(0.1) else given.dtype)
+    elif given.name != "logsumexp":
+        several = (given.random.randint(1, 3),) if given.chance(0.4) else ()
+        given.place("ids", (*shape[:-1], *several), torch.int64, below=max(1, *shape[-1:], 1))
+        if given.chance(0.4):
+            given.operand("temperature", shape[:-1])
+        given.flag(0.3, "softcap", 30.0, 0.3)
+        given.flag(0.4, "ignore_index", 0, -100)
 
 
 def and_mul(given):
@@ -471,6 +488,9 @@ OPERATIONS = {
     "gelu": function_alone,
     "relu2": function_alone,
     "softcap": softcap,
+    **dict.fromkeys(
+        ("log_softmax", "logsumexp", "selected_log_prob", "selected_log_prob_and_entropy"), log_probabilities
+    ),
     "relu2_quant": quantizer,
     "rms_norm_gated": norm_gated,
     "quantize": quantizer,
