@@ -171,11 +171,14 @@ def of_role(role, count):
     return whole.get(role, rows[:, 0]).clone()
 
 
-def right(name, operands, roles, first="x"):
-    """Changes of one operand that fit the others: the name, the operand, the kind. The first one decides dtypes."""
+def right(name, operands, roles, first="x", kept=()):
+    """Changes of one operand that fit the others: the name, the operand, the kind. The first one decides dtypes.
+
+    ``kept``: what a forward pass kept, in the type of its computation.
+    """
     others = [key for key in tensors(operands) if key != first]
     opposed = {roles[key] for key in others}
-    fit = {"wider": True, "a device": not others, "columns": not {Role.ROWS, Role.WEIGHT, Role.SAMPLES} & opposed}
+    fit = {"wider": not kept, "a device": not others, "columns": not {Role.ROWS, Role.WEIGHT, Role.SAMPLES} & opposed}
     fit["rows"] = opposed <= {Role.WEIGHT}
     fit["one dimension more"] = opposed <= {Role.WEIGHT, Role.SAMPLES}
     more = {Role.WEIGHT} if Role.OF_CHOSEN in opposed else {Role.WEIGHT, Role.CHOSEN}
@@ -225,7 +228,8 @@ for operation in dict.fromkeys(PUBLIC.values()):
         of_operators[f"{declaration.name}_backward"] = kept | given
     for name, arguments in of_operators.items():
         OPERATORS[name] = arguments
-        RIGHT |= right(name, arguments, roles, next(iter(operands)))
+        kept = [one.name for one in declaration.kept if one.name in arguments]
+        RIGHT |= right(name, arguments, roles, next(iter(operands)), kept)
 
 
 def function_of(name):

@@ -276,8 +276,8 @@ class Declaration:
                 wide = accumulator(rows.dtype)
                 if name in kept and tensor.dtype != wide:
                     raise TypeError(
-                        f"{name} must be {str(wide)[6:]}, got {str(tensor.dtype)[6:]}; pass the result of the forward "
-                        "pass as it is"
+                        f"{name} must be {str(wide)[6:]} for {rows_name} of {str(rows.dtype)[6:]}, got "
+                        f"{str(tensor.dtype)[6:]}; pass the result of the forward pass as it is"
                     )
             elif tensor is not None or name not in optional:
                 refuse_type(name, tensor)
