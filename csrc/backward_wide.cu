@@ -1,5 +1,8 @@
 // The gradients of rows that do not fit the registers. A block per row reads it twice, segment by segment; h once more,
 // for the means, if rows are centered. If KEPT, passes after the first read dy and h in shared memory.
+#if CENTER
+#define MANY_REGISTERS  // with fewer the compiler spills
+#endif
 #include "backward.cuh"
 
 static_assert(!KEPT || ALIGNED < 32, "only global memory has accesses of 32 bytes");
