@@ -430,14 +430,16 @@ def blocks_of(rows: int) -> tuple[int, int]:
     return block, -(-rows // block)
 
 
-def scratch_of(call: Backward) -> Tensor | None:
-    """Room for the blocks' shares of the weight's gradient, blocks * N, and for the means of rows that are centered.
+def scratch_size(rows: int, hidden_size: int, center: bool) -> int:
+    """Numbers of the blocks' shares of the weight's gradient, and after them of the means of rows that are centered."""
+    return blocks_of(rows)[1] * hidden_size + (rows if center else 0)
 
-    None where that gradient is not wanted.
-    """
+
+def scratch_of(call: Backward) -> Tensor | None:
+    """Room for so many numbers; None where the weight's gradient is not wanted."""
     if call.dweight is None:
         return None
-    size = blocks_of(call.rows)[1] * call.operation.hidden_size + (call.rows if call.operation.center else 0)
+    size = scratch_size(call.rows, call.operation.hidden_size, call.operation.center)
     return torch.empty(size, dtype=call.rstd.dtype, device=call.h.device)
 
 

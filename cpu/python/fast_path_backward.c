@@ -34,7 +34,8 @@ static int read_arguments(PyObject *const *arguments, tensor *t, struct fn_call 
         } else if (i != FN_H) { /* without gaps */
             const int of_rows = i == FN_DX || i == FN_DRESIDUAL || i == FN_BACKWARD_RSTD;
             const int64_t rows = of_rows ? c->rows : i == FN_PARTIAL && !on_cpu ? blocks : c->heads;
-            if (fn_elements(&t[i]) != rows * (i == FN_BACKWARD_RSTD ? 1 : c->hidden)) return 0;
+            const int64_t means = i == FN_PARTIAL && !on_cpu && c->flags & FN_CENTER ? c->rows : 0;
+            if (fn_elements(&t[i]) != rows * (i == FN_BACKWARD_RSTD ? 1 : c->hidden) + means) return 0;
         }
     }
     return 1;

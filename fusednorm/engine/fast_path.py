@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fusednorm.backends.kernel_keys import blocks_of
+from fusednorm.backends.kernel_keys import blocks_of, scratch_size
 from fusednorm.calls import fast_path as path
 
 if TYPE_CHECKING:
@@ -46,12 +46,13 @@ def backward(
         return path.backward(
             path.CPU, dy, d_residual_out, h, rstd, weight, dx, dresidual, dbias, dweight, 0, weight_offset, center
         )
-    if where != "cuda" or center:
+    if where != "cuda":
         return False
-    block, blocks = blocks_of(h.numel() // h.shape[-1])
+    rows = h.numel() // h.shape[-1]
+    block, _ = blocks_of(rows)
     partial = None
     if dweight is not None:
-        partial = torch.empty((blocks, h.shape[-1]), dtype=rstd.dtype, device=h.device)
+        partial = torch.empty(scratch_size(rows, h.shape[-1], center), dtype=rstd.dtype, device=h.device)
     return path.backward(
         path.CUDA, dy, d_residual_out, h, rstd, weight, dx, dresidual, partial, dweight, block, weight_offset, center
     )
