@@ -277,10 +277,10 @@ class _Host(Host):
 def _packed_for_fast_path(call: Call) -> bytes | None:
     """A call as the fast path may see it, packed; None for a call that it does not take.
 
-    It knows one dtype for the residual and the sum, one level of rows of a norm alone, and nothing around a norm.
+    It knows one dtype for the residual and the sum, one level of rows of a norm alone, and x as it is.
     """
     if isinstance(call, Forward):
-        taken = not call.operation.features and call.inner == call.rows
+        taken = {"affine", "center"}.issuperset(call.operation.features) and call.inner == call.rows
     else:
         taken = isinstance(call, (Gate, Quantize, NormGated))
     return PACKED[type(call)](call) if taken and _segments(call.hidden_size) == _FEWEST_SEGMENTS else None

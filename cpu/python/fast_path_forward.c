@@ -190,8 +190,7 @@ static PyObject *forward(const struct fn_call_kind *kind, PyObject **arguments, 
     const int32_t device = t[FN_X].device.type;
     const int triton = device == DL_CPU && devices >> TRITON_CPU & 1;
     if (device > DL_CUDA || !(triton || devices >> device & 1)) return fn_refuse();
-    if (triton && c->flags & FN_CENTER) return fn_refuse(); /* no kernel is held by this flag */
-    if (triton && (first || c->heads > 1 || c->operand[FN_BIAS].kind)) return fn_refuse();
+    if (triton && first) return fn_refuse();
     int others = arguments[ASK] == Py_True ? fn_is_heard() : 0;
     if (!others) {
         others = records_gradient(arguments, kind);

@@ -140,6 +140,31 @@ def test_what_is_around_a_norm(capability, types, size):
             assert sum(loads) == 32 * (3 * x.itemsize + residual.itemsize), around
 
 
+@pytest.mark.parametrize(
+    ("capability", "types", "size"),
+    [(90, (BF16, BF16), 128), (90, (BF16, F32), 4096), (75, (F32, F32), 16384), (100, (F64, F64), 1000)],
+    ids=str,
+)
+def test_a_layer_norm(capability, types, size):
+    """Each operand is read once where a row fits the registers; only a gradient of a weight alone needs means before."""
+    x, residual = types
+    target, wide = GPUTarget("cuda", capability, 32), F64 if x == F64 else F32
+    around = AroundNorm(x, False, False)
+    kind = ForwardKind(x, residual, x, x, residual, size, True, False, False, False, 16, around=around, center=True)
+    kernel, _ = sound(triton_gpu.forward_variant(kind, 32), target)
+    if size % 1024 == 0:
+        assert sum(accesses(kernel.asm["ptx"], "ld")) == 32 * (3 * x.itemsize + residual.itemsize)
+    kind = BackwardKind(x, residual, residual, x, x, None, x, wide, size, False, 16, center=True)
+    variants = triton_gpu.backward_variants(kind, 32)
+    assert list(variants) == (["both", "weight"] if 2048 < size <= 8192 else ["rows", "shares", "weight"])
+    for variant in variants.values():
+        sound(variant, target)
+    alone = triton_gpu.backward_variants(kind._replace(dx=None), 32)
+    assert list(alone) == ["rows", "shares", "weight"]
+    loads = accesses(triton_host.compiled(alone["rows"], target).asm["ptx"], "ld")
+    assert sum(loads) <= 32 * residual.itemsize + 32, "more than h is loaded for its mean"
+
+
 #: Instructions of AMD's that compute with floating-point numbers and round each result to nearest even, or not at all.
 #: Those that only quotients and roots consist of are counted by `unlike_the_source` instead.
 PLAIN = (

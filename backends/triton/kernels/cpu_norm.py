@@ -236,8 +236,8 @@ def square(row, at, left, FLAGS: tl.constexpr, A: tl.constexpr, SIZE: tl.constex
 def rstd_and_mean(
     row, hidden_size, eps, FLAGS: tl.constexpr, A: tl.constexpr, SEGMENTS: tl.constexpr, TILE: tl.constexpr
 ):
-    """rstd of the row that :func:`added` knows, [1], and its mean, [1], which is 0 without CENTER."""
-    mean = tl.zeros((1,), A)
+    """rstd of the row that :func:`added` knows, [1], and its mean, [1]."""
+    mean = row[5]
     if CENTER & FLAGS:
         mean = mean_of(sum_of_row(added, row, hidden_size, ~CENTER & FLAGS, A, SEGMENTS, TILE), hidden_size, A)
         row = again(row, mean, FLAGS)
@@ -323,7 +323,7 @@ def forward(
     out_row = rows_at(out, number, out_stride, out_jump, levels)
     total_row = rows_at(residual_out, number, residual_out_stride, residual_out_jump, levels)
     z_row = rows_at(z, number, z_stride, z_jump, levels)
-    row = (x_row, residual_row, total_row, x_scale, z_row, None)
+    row = (x_row, residual_row, total_row, x_scale, z_row, tl.zeros((1,), A))
     row_rstd, mean = rstd_and_mean(row, hidden_size, eps, FLAGS, A, SEGMENTS, TILE)
     row = again(row, mean, FLAGS)
     if with_rstd != 0:
@@ -353,11 +353,10 @@ def kept(row, at, left, FLAGS: tl.constexpr, A: tl.constexpr, SIZE: tl.constexpr
 @triton.jit
 def xhat_of(row, at, left, FLAGS: tl.constexpr, A: tl.constexpr, SIZE: tl.constexpr):
     """The normalised elements again."""
-    _, _, row_rstd, _, _, mean = row
     h = kept(row, at, left, FLAGS, A, SIZE)
     if CENTER & FLAGS:
-        h = h - mean
-    return h * row_rstd
+        h = h - row[5]
+    return h * row[2]
 
 
 @triton.jit
@@ -415,9 +414,10 @@ def share_of_block(
     total = tl.zeros((SIZE,), A)
     for number in range(begin, end):
         h_row, dy_row = rows_at(h, number, h_stride, h_jump, levels), rows_at(dy, number, dy_stride, dy_jump, levels)
-        mean = tl.load(means + number) if CENTER & FLAGS else None
-        row = (dy_row, h_row, tl.load(rstd + number), None, None, mean)
-        xhat = xhat_of(row, at, left, FLAGS, A, SIZE)
+        h_part = widened(got(h_row, at, left, SIZE), A)
+        if CENTER & FLAGS:
+            h_part = h_part - tl.load(means + number)
+        xhat = h_part * tl.load(rstd + number)
         total += widened(got(dy_row, at, left, SIZE), A) * xhat
     return total
 
@@ -476,8 +476,8 @@ def backward(
         row_rstd = tl.load(rstd + number + tl.arange(0, 1))
         levels = inner if TWO_LEVELS & FLAGS else None
         dy_row, h_row = rows_at(dy, number, dy_stride, dy_jump, levels), rows_at(h, number, h_stride, h_jump, levels)
-        row = (dy_row, h_row, row_rstd, weight, weight_offset, None)
-        b = None
+        b, mean = tl.zeros((1,), A), tl.zeros((1,), A)
+        row = (dy_row, h_row, row_rstd, weight, weight_offset, mean)
         if CENTER & FLAGS:
             mean = mean_of(sum_of_row(kept, row, hidden_size, FLAGS, A, SEGMENTS, TILE), hidden_size, A)
             if KEEP & FLAGS:

@@ -224,7 +224,7 @@ def quantize(
     residual_row = rows_at(residual, number, residual_stride, residual_jump, levels)
     total_row = rows_at(residual_out, number, residual_out_stride, residual_out_jump, levels)
     out_row = rows_at(out, number, out_stride, out_jump, levels)
-    row = (x_row, residual_row, total_row, x_scale, x_row, None)
+    row = (x_row, residual_row, total_row, x_scale, x_row, tl.zeros((1,), A))
     row_rstd = tl.zeros((1,), A)
     if NORMALISES & FLAGS:
         row_rstd, mean = rstd_and_mean(row, hidden_size, eps, FLAGS, A, SEGMENTS, TILE)

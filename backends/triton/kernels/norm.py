@@ -319,11 +319,13 @@ def backward_rows(
                 tl.store(means + row_of_rstd, mean, mask=row_of_rstd < rows)
             h_rows = h_rows - per_element(mean, SEGMENTS, DEPTH)
         xhat = h_rows * row_rstd
-        # Now, so that it is there when the sum is.
-        further = stored(rows_at(d_total, row, d_total_stride, d_total_jump, inner), column, inside)
+        further_rows = rows_at(d_total, row, d_total_stride, d_total_jump, inner)
+        if not CENTER:  # now, so that it is there when the sum is; two sums leave no registers for it
+            further = stored(further_rows, column, inside)
         sums = sums_of_tile(within(wdy * xhat, inside), ROWS, SEGMENTS, VECTOR)
         if CENTER:
             wdy = centered(within(wdy, inside), None, N, A, ROWS, SEGMENTS, VECTOR)
+            further = stored(further_rows, column, inside)
         d = (wdy - xhat * per_element(mean_of(sums, N, A), SEGMENTS, DEPTH)) * row_rstd
         store_gradients(d, further, dx, dresidual, row, column, inside, N, A)
     else:
