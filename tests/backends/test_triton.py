@@ -146,7 +146,7 @@ def test_what_is_around_a_norm(capability, types, size):
     ids=str,
 )
 def test_a_layer_norm(capability, types, size):
-    """Each operand is read once where a row fits the registers; only a gradient of a weight alone needs means before."""
+    """Each operand is read once where a row fits the registers; the gradient of a weight alone needs means before."""
     x, residual = types
     target, wide = GPUTarget("cuda", capability, 32), F64 if x == F64 else F32
     around = AroundNorm(x, False, False)
