@@ -137,7 +137,8 @@ GATED = ("rms_norm_gated-bfloat16", "rms_norm_gated-float64")
 @pytest.mark.left_out("cuda", but=GATED)
 @pytest.mark.left_out("triton_ptx", but=[*GATED, "qk_norm_rope-bfloat16"])
 @pytest.mark.left_out(
-    "triton", but=[*GATED, "qk_norm_rope-bfloat16", "rms_norm-bfloat16", "fused_add_rms_norm-bfloat16"]
+    "triton",
+    but=[*GATED, *(f"{name}-bfloat16" for name in ("qk_norm_rope", "rms_norm", "fused_add_rms_norm", "layer_norm"))],
 )
 def test_flags(mode, agree, function, dtype):
     """Every rounding and order, with weights and biases of all heads and of each, groups, and parts of heads."""
@@ -284,6 +285,16 @@ def test_many_and_long_rows_of_heads(mode, agree):
     check(agree, "fused_add_rms_norm", Case(3 * 515, 24).of(BF16), **heads)
     for round_sum in (True, False):
         check(agree, "fused_add_rms_norm", Case(3, 20_000).of(BF16), x_scale=0.22, round_sum=round_sum, **heads)
+
+
+@pytest.mark.left_out("cuda", "triton_ptx", "triton_cpu")
+def test_many_and_long_rows_of_layer_norms(mode, agree):
+    """The same, without heads too, and rows whose gradients a GPU computes with the blocks' sums."""
+    for rows, hidden, offset in ((3 * 515, 24, -1.0), (3, 4100, 0.0), (6, 1029, -0.5)):
+        check(agree, "layer_norm", Case(rows, hidden).of(BF16), weight_offset=offset, bias_heads=0)
+    for round_sum, weight_heads in ((True, 0), (False, 3)):
+        case = Case(3, 20_000).of(BF16)
+        check(agree, "fused_add_layer_norm", case, round_sum=round_sum, weight_heads=weight_heads, bias_heads=0)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=dtype_name)
