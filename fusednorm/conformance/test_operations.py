@@ -287,6 +287,12 @@ def test_many_and_long_rows_of_heads(mode, agree):
         check(agree, "fused_add_rms_norm", Case(3, 20_000).of(BF16), x_scale=0.22, round_sum=round_sum, **heads)
 
 
+def test_layer_norms_without_a_bias(mode, agree):
+    """A kernel of the backend may then have the weight's gradient too."""
+    for case in (Case(6, 130).of(BF16), Case(3, 3, F32, F16, F32)):
+        check(agree, "layer_norm" if case.x == BF16 else "fused_add_layer_norm", case)
+
+
 @pytest.mark.left_out("cuda", "triton_ptx", "triton_cpu")
 def test_many_and_long_rows_of_layer_norms(mode, agree):
     """The same, without heads too, and rows whose gradients a GPU computes with the blocks' sums."""
