@@ -285,13 +285,14 @@ class Input:
 
 def norm(given):
     """With a weight and a bias, of all heads or of each."""
-    shape, fused = given.shape(), given.name != "rms_norm"
+    shape, fused = given.shape(), given.name.startswith("fused")
     given.readable = ("x", "residual")
     given.operand("x", shape, given.dtype)
     if fused:
         given.operand("residual", shape)
         given.flag(0.4, "round_sum", False)
-        given.flag(0.4, "x_scale", 0.22, -1e-3, 3e38, 1)
+        if "rms" in given.name:
+            given.flag(0.4, "x_scale", 0.22, -1e-3, 3e38, 1)
     given.weights(shape[-1:], "weight", "bias", heads=shape[-2:-1])
     given.flag(0.9, "eps", *EPS)
     given.flag(0.5, "weight_offset", *OFFSETS)
@@ -337,6 +338,19 @@ def softcap(given):
     shape = given.shape()
     given.operand("x", shape, given.dtype)
     given.flag(1.0, "cap", 30.0, 0.3, 50, *([math.nan] * given.chance(0.03)))
+    given.flag(0.4, "round_steps", True)
+    given.flag(0.2, "out_dtype", given.some_dtype())
+    given.gradients = given.chance(0.4)
+    given.output("out", shape, given.some_dtype() if given.chance(0.1) else given.dtype)
+
+
+def modulate(given):
+    """With numbers for each row, and for all rows of a sample."""
+    shape = given.shape()
+    given.operand("y", shape, given.dtype)
+    for name in ("scale", "shift"):
+        kept = len(shape) - 1 if given.chance(0.5) else given.random.randint(0, max(0, len(shape) - 1))
+        given.operand(name, (*shape[:kept], *shape[-1:]))
     given.flag(0.4, "round_steps", True)
     given.flag(0.2, "out_dtype", given.some_dtype())
     given.gradients = given.chance(0.4)
@@ -410,11 +424,14 @@ def quantizer(given):
         groups = isinstance(quantization.per, int) and given.chance(0.95)
         shape = given.shape(quantization.per if groups else 1)
         given.operand("y" if given.name == "quantize" else "x", shape, given.dtype)
-        if given.name == "fused_add_rms_norm_quant":
+        if given.name.startswith("fused"):
             given.operand("residual", shape)
             given.flag(0.4, "round_sum", False)
-        if given.name != "quantize":
+        if "rms" in given.name:
             given.weights(shape[-1:], "weight")
+        if "layer" in given.name:
+            given.weights(shape[-1:], "weight", "bias", heads=shape[-2:-1])
+        if given.name != "quantize":
             given.flag(0.6, "eps", *EPS)
             given.flag(0.3, "between", torch.float32)
             given.flag(0.3, "round_norm", True)
@@ -479,6 +496,9 @@ def rotation(given):
 OPERATIONS = {
     "rms_norm": norm,
     "fused_add_rms_norm": norm,
+    "layer_norm": norm,
+    "fused_add_layer_norm": norm,
+    "modulate": modulate,
     "rms_norm_add_rms_norm": two_norms,
     "rms_norm_add": two_norms,
     "gate": a_gate,
@@ -496,6 +516,8 @@ OPERATIONS = {
     "quantize": quantizer,
     "rms_norm_quant": quantizer,
     "fused_add_rms_norm_quant": quantizer,
+    "layer_norm_quant": quantizer,
+    "fused_add_layer_norm_quant": quantizer,
     "silu_and_mul_quant": quantizer,
     "rotate": rotation,
     "qk_norm_rope": rotation,

@@ -127,6 +127,7 @@ class Call:
         if kind == "List[bool]":  # which of so many gradients, or of another number of them
             declared = DECLARED.get(self.name.removesuffix("_backward"))
             count = len(declared.declaration.with_gradient) if declared else 3
+            count += self.name == "layer_norm_backward"  # of the residual too, which the forward operator lacks
             count = count if not self.wrong or random.random() < 0.95 else random.choice((0, 1, 4))
             return [random.random() < 0.7 for _ in range(count)]
         if kind == "str":
@@ -152,7 +153,7 @@ class Call:
             return self.given["x"]
         match self.roles.get(name, Role.ROWS):
             case Role.WEIGHT:
-                of_heads = self.name.startswith("affine") and random.random() < 0.4
+                of_heads = self.name.startswith(("affine", "layer", "fused_add_layer")) and random.random() < 0.4
                 return self.operand(self.shape[-2:] if of_heads else self.shape[-1:], absent=absent)
             case Role.NUMBERS | Role.SETTINGS:
                 return self.operand(self.shape[:-1], self.wide)
@@ -174,7 +175,11 @@ class Call:
     def roles(self):
         """Those of its tensors that do not have the shape of rows."""
         declared = DECLARED.get(self.name.removesuffix("_backward"))
-        return declared.declaration.roles() if declared else {"weight": Role.WEIGHT, "rstd": Role.NUMBERS}
+        return declared.declaration.roles() if declared else _ROLES
+
+
+#: Of operators without a declaration.
+_ROLES = {"weight": Role.WEIGHT, "bias": Role.WEIGHT, "rstd": Role.NUMBERS}
 
 
 def copied(arguments):
