@@ -1,15 +1,19 @@
 """Gates of models beside their formulas in torch, eager and compiled, and beside Llama's: docs/performance.md.
 
-    python benchmarks/gates.py
+    python benchmarks/gates.py [layer_norm]
+
+``layer_norm``: LayerNorms in the place of gates, beside the RMS norm with a bias and torch's.
 
 bfloat16, one thread, rows of 4096. Times are the least of 25, in microseconds, of calls in turns. Results are compared
 with the formula's first: no number may differ by more than the roundings of a few steps.
 """
 
+import sys
 import time
+from functools import partial
 
 import torch
-from torch.nn.functional import gelu, relu, silu
+from torch.nn.functional import gelu, layer_norm, relu, silu
 
 import fusednorm
 
@@ -42,13 +46,13 @@ CALLS = {
 }
 
 
-def best(call, *arguments):
+def best(call, *arguments, turns=25):
     """The least time of a call, in microseconds."""
     begin = time.perf_counter()
     call(*arguments)
     number = max(1, int(0.004 / (time.perf_counter() - begin)))
     found = []
-    for _ in range(25):
+    for _ in range(turns):
         begin = time.perf_counter()
         for _ in range(number):
             call(*arguments)
@@ -65,9 +69,55 @@ def gradient(call):
     return both
 
 
+def in_turns(*calls):
+    """The least times of calls without arguments, in microseconds, in turns."""
+    return [min(times) for times in zip(*([best(call, turns=3) for call in calls] for _ in range(12)), strict=True)]
+
+
+def added_and_normalised(x, residual, weight, bias):
+    """torch's addition and LayerNorm."""
+    return layer_norm(x + residual, (4096,), weight, bias)
+
+
+def layer_norms():
+    """Prints the table of LayerNorms: of each call our time, that beside the RMS norm's, and how many times torch's."""
+    print("| dtype | rows | layer_norm | | | fused_add_layer_norm | | | gradients | | |")
+    print("|---|---:|" + "---:|" * 9)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        weight, bias = (torch.randn(4096).to(dtype).requires_grad_() for _ in range(2))
+        for rows in (1, 32, 512):
+            x, residual, d = torch.randn(3, rows, 4096).to(dtype)
+            cells = [str(dtype)[6:], str(rows)]
+            with torch.no_grad():
+                alone = in_turns(
+                    partial(fusednorm.layer_norm, x, weight, bias),
+                    partial(fusednorm.rms_norm, x, weight, bias=bias),
+                    partial(layer_norm, x, (4096,), weight, bias),
+                )
+                added = in_turns(
+                    partial(fusednorm.fused_add_layer_norm, x, residual, weight, bias),
+                    partial(fusednorm.fused_add_rms_norm, x, residual, weight, bias=bias),
+                    partial(added_and_normalised, x, residual, weight, bias),
+                )
+            x.requires_grad_()
+            results = (
+                fusednorm.layer_norm(x, weight, bias),
+                fusednorm.rms_norm(x, weight, bias=bias),
+                layer_norm(x, (4096,), weight, bias),
+            )
+            gradient_of = partial(torch.autograd.grad, inputs=(x, weight, bias), grad_outputs=d, retain_graph=True)
+            gradients = in_turns(*(partial(gradient_of, result) for result in results))
+            for us, rms, others in (alone, added, gradients):
+                cells += [f"{us:.1f}", f"{us / rms:.2f}", f"{others / us:.1f}x"]
+            print(f"| {' | '.join(cells)} |", flush=True)
+
+
 def main():
-    """Prints the table."""
+    """Prints a table."""
     torch.set_num_threads(1)
+    if "layer_norm" in sys.argv[1:]:
+        layer_norms()
+        return
     print("| | rows | us | beside silu_and_mul | eager | compiled | with gradients: us | eager | compiled |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|---:|")
     for name, (formula, call, more) in CALLS.items():
