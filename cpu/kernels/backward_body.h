@@ -64,7 +64,8 @@ FN_INLINE U normalised(int center, const struct gradient_row *row, U h) {
 }
 
 /* First pass: the share of the weight's gradient, and the products that the row's sum adds; and wdy, which another adds. */
-FN_INLINE void multiply_unit(int center, int kind, int parts, const struct gradient_row *row, int64_t i, int n, float *products, float *wdys) {
+FN_INLINE void multiply_unit(int center, int kind, int parts, const struct gradient_row *row, int64_t i, int n, float *products,
+                             float *wdys) {
     U dy = gradient_operand(kind, parts, row->ahead, row->dy, i, n);
     U xhat = normalised(center, row, gradient_operand(kind, parts, row->ahead, row->h, i, n));
     if (parts & SUMMED) add_share(parts, row, row->at + i, u_mul(dy, xhat));

@@ -103,9 +103,11 @@ FN_INLINE void normalise_rows(int h, int norm, int affine, int out, const struct
         const U less = u_set1(-batch->mean[k]), rstd = u_set1(s.rstd);
         int64_t i = job->hidden / UNIT * UNIT, n = job->hidden - i;
         if (n > 0)
-            finish_unit(u_mul(u_add(u_load(h, s.h, i, (int)n), less), rstd), norm, affine, affine, out, &s, i, (int)n, THROUGH_CACHE);
+            finish_unit(u_mul(u_add(u_load(h, s.h, i, (int)n), less), rstd), norm, affine, affine, out, &s, i, (int)n,
+                        THROUGH_CACHE);
         while ((i = u_index(i - UNIT)) >= 0)
-            finish_unit(u_mul(u_add(u_load(h, s.h, i, UNIT), less), rstd), norm, affine, affine, out, &s, i, UNIT, batch->bypass_cache);
+            finish_unit(u_mul(u_add(u_load(h, s.h, i, UNIT), less), rstd), norm, affine, affine, out, &s, i, UNIT,
+                        batch->bypass_cache);
     }
 }
 

@@ -63,7 +63,8 @@ static struct affine affine_of(const struct fn_forward_job *job, const struct pl
     const int64_t room = fn_float_row(job->hidden);
     const float offset = (float)job->weight_offset;
     const int bias = p->out == BF16P && job->bias_kind ? BF16P : job->bias_kind;
-    scale_fn *const known = p->center ? FN_OF(centered_passes).as_is[p->norm][p->out] : second_passes_to(p->out)->affine_as_is[p->norm][p->out];
+    scale_fn *const known = p->center ? FN_OF(centered_passes).as_is[p->norm][p->out]
+                                      : second_passes_to(p->out)->affine_as_is[p->norm][p->out];
     as_is = as_is && p->weight == p->out && bias == p->out && !p->offset && p->h == p->out && known;
     struct affine a = {job->weight, job->bias, job->weight_stride, job->bias_stride, job->heads, as_is};
     if (as_is) return a;
@@ -133,7 +134,8 @@ static void center_rows(const struct plan *p, const struct fn_forward_job *part,
     if (p->residual && !p->keep) passes->add[p->x](part, batch);
     else
         for (int64_t k = 0; k < batch->rows; k++)
-            batch->mean[k] = passes->sum[p->h](batch->h + k * batch->h_stride, 0, part->hidden, part->ahead, batch->sums) / (float)part->hidden;
+            batch->mean[k] = passes->sum[p->h](batch->h + k * batch->h_stride, 0, part->hidden, part->ahead, batch->sums) /
+                             (float)part->hidden;
     for (int64_t k = 0; k < batch->rows; k++)
         batch->rstd[k] = passes->squares[p->h](batch->h + k * batch->h_stride, batch->mean[k], part->hidden, 0, batch->sums);
 }
@@ -150,7 +152,9 @@ static void second_pass(const struct plan *p, const struct fn_forward_job *part,
     const struct second_passes *const passes = second_passes_to(p->out);
     scale_fn *const known = passes->of[p->norm][p->gain][p->out][p->h == p->out];
     const int as_is = batch->affine && batch->affine->as_is;
-    if (p->center) (as_is ? FN_OF(centered_passes).as_is[p->norm][p->out] : FN_OF(centered_passes).second[p->out][p->h == p->out])(part, batch);
+    const struct centered_passes *const centered = &FN_OF(centered_passes);
+    if (p->center && as_is) centered->as_is[p->norm][p->out](part, batch);
+    else if (p->center) centered->second[p->out][p->h == p->out](part, batch);
     else if (as_is) passes->affine_as_is[p->norm][p->out](part, batch);
     else if (batch->affine) passes->of_any[1][p->out][p->h == p->out](part, batch);
     else (known ? known : passes->of_any[0][p->out][p->h == p->out])(part, batch);
@@ -198,7 +202,8 @@ static int64_t centered_batch_rows(const struct fn_forward_job *job) {
 static void forward_batched(const struct plan *p, const struct fn_forward_job *job, int64_t begin, int64_t end,
                             char *scratch, const struct affine *affine) {
     const int in_scratch = p->keep || (job->bypass_cache && p->residual);
-    int64_t rows = p->center && !in_scratch ? centered_batch_rows(job) : batch_rows(job), row_bytes = (int64_t)sizeof(float) * fn_float_row(job->hidden);
+    int64_t rows = p->center && !in_scratch ? centered_batch_rows(job) : batch_rows(job);
+    int64_t row_bytes = (int64_t)sizeof(float) * fn_float_row(job->hidden);
     struct batch batch = {
         .norm = p->norm,
         .kept = p->keep ? (float *)scratch : NULL,
