@@ -113,7 +113,7 @@ extern "C" __global__ void BOUNDS forward_wide(const Arguments a) {
     A mean = 0;
     if constexpr (CENTER) {
         mean = sum_of_all_segments(sums, segments) / (A)a.hidden_size;
-        block_barrier();  // all have read the sum, and those of squares take its place
+        block_barrier();  // the sum has been read, and those of squares take its place
         for (int segment = warp(); segment < segments; segment += WARPS) {
             A squares[VECTORS][VECTOR];
 #pragma unroll

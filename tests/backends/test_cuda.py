@@ -62,12 +62,13 @@ MACHINE_CODE = [
 ]
 
 
-def variants(x, residual, size, alignment, capability):
+def variants(x, residual, size, alignment, capability, center=False):
     """All kernels of both passes, by what they do."""
     accumulator = F64 if x == F64 else F32
-    forward = ForwardKind(x, residual, x, x, residual, size, True, False, True, False, alignment)
+    forward = ForwardKind(x, residual, x, x, residual, size, True, False, True, False, alignment, center=center)
     dresidual = None if residual == x else residual
-    backward = BackwardKind(x, residual, residual, x, x, dresidual, x, accumulator, size, False, alignment)
+    dtypes = (x, residual, residual, x, x, dresidual, x, accumulator)
+    backward = BackwardKind(*dtypes, size, False, alignment, center=center)
     found = {"forward": cuda_kernels.forward_variant(forward, capability)}
     return {**found, **cuda_kernels.backward_variants(backward, capability)}
 
@@ -188,6 +189,29 @@ def test_machine_code_of_what_is_around_a_norm(tmp_path, capability, x, residual
             columns = 8 if size == 128 and not around.of_heads else 32
             read = 32 * (x.itemsize + residual.itemsize) + columns * 2 * x.itemsize
             assert loads == read // (32 if capability >= 100 else 16), around
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("capability", "x", "residual", "size"),
+    [
+        (90, BF16, BF16, 128),
+        (90, F32, F32, 16384),
+        (90, F64, F64, 4096),
+        (75, BF16, F32, 4096),
+        (100, BF16, BF16, 200_000),
+    ],
+    ids=lambda of: str(of).split(".")[-1],
+)
+def test_machine_code_of_centered_rows(tmp_path, capability, x, residual, size):
+    """Nothing spilled, and each operand is read once, where a row fits the registers."""
+    plain = variants(x, residual, size, 32, capability)
+    for name, variant in variants(x, residual, size, 32, capability, center=True).items():
+        loads = loads_of(variant, capability, tmp_path)
+        if variant.kernel in ("forward", "backward_rows", "backward_blocks"):
+            assert loads == loads_of(plain[name], capability, tmp_path)
+        if name == "sums":
+            assert variant == plain[name]
 
 
 QUANTIZED = {
