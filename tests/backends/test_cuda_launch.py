@@ -765,6 +765,36 @@ def test_a_gate_between_two_numbers_is_refused():
         fusednorm.gate(y, between)
 
 
+@pytest.mark.parametrize(
+    ("case", "kernel"),
+    [
+        (Case(rows=37, hidden=72).of(F16, residual=F32, round_norm=True), "forward"),
+        (Case(rows=5, hidden=5000).of(BF16, weight_offset=1.0), "forward"),
+        (Case(rows=2, hidden=20_008).of(BF16, residual=None), "forward"),
+        (Case(rows=3, hidden=1528).of(F64), "forward_wide"),
+        (Case(rows=2, hidden=140_008).of(BF16, round_sum=False), "forward_wide"),
+    ],
+    ids=str,
+)
+def test_centered_rows_have_kernels_of_their_own(case, kernel, names):
+    """A LayerNorm after an RMSNorm of the same operands, and both again."""
+    x, residual, weight = operands(case)
+    nothing_held()
+    flags = {"weight_offset": case.weight_offset, "round_norm": case.round_norm}
+    if residual is not None:
+        flags["round_sum"] = case.round_sum
+
+    def results(kind):
+        if residual is None:
+            return [getattr(fusednorm, kind)(x, weight, **flags)]
+        return getattr(fusednorm, f"fused_add_{kind}")(x, residual, weight, **flags)
+
+    for kind in ("rms_norm", "layer_norm") * 2:
+        for got, wanted in zip(by("cuda", results, kind), by("reference", results, kind), strict=True):
+            assert not differing(got, wanted).any(), kind
+    assert names.count(kernel) == 2
+
+
 def test_sums_of_another_dtype_have_kernels_of_their_own():
     """Calls that differ in nothing else, one after the other."""
     for stored in (BF16, F32, F16, BF16):
@@ -775,6 +805,7 @@ def test_sums_of_another_dtype_have_kernels_of_their_own():
         assert not differing(got_total, total).any(), stored
 
 
+@pytest.mark.parametrize("center", [False, True])
 @pytest.mark.parametrize("needs", [(True, True, True), (True, True, False), (False, False, True)])
 @pytest.mark.parametrize(
     "case",
@@ -787,7 +818,7 @@ def test_sums_of_another_dtype_have_kernels_of_their_own():
     ],
     ids=str,
 )
-def test_backward(case, needs, monkeypatch):
+def test_backward(case, needs, center, monkeypatch):
     """Nothing before; afterwards the same bits, with gaps between the rows too."""
     x, residual, weight = operands(case)
     h, rstd = x.float() if x.dtype != F64 else x, torch.rand(case.rows, dtype=x.dtype if x.dtype == F64 else F32)
@@ -795,6 +826,7 @@ def test_backward(case, needs, monkeypatch):
     operation = RMSNorm(
         *(x.device, x.dtype, None if residual is None else residual.dtype, None if weight is None else weight.dtype),
         *(x.dtype, case.hidden, case.round_sum, case.round_norm, None if residual is None else residual.dtype),
+        center=center,
     )
     given = (dy, None, h, rstd, weight, case.weight_offset)
     taken, take = [], engine.fast_path.backward
@@ -803,7 +835,7 @@ def test_backward(case, needs, monkeypatch):
     expected = execute.backward(cuda, operation, *given, needs)
     got = execute.backward(cuda, operation, *given, needs)
     assert taken == [False, True]
-    wanted = reference.gradients(*given, operation.x, operation.residual, needs)
+    wanted = reference.gradients(*given, operation.x, operation.residual, needs, center)
     for one, other, third in zip(got[:3], expected[:3], wanted, strict=True):
         assert (one is None) == (third is None)
         assert one is None or not (differing(one, other) | differing(one, third)).any()
