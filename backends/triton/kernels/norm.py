@@ -440,10 +440,12 @@ def backward_blocks(
 
 
 @triton.jit
-def share_of_row(dy_row, h_row, rstd, means, row, column, inside, A: tl.constexpr):
+def share_of_row(dy_row, h_row, rstd_of_row, means, row, column, inside, A: tl.constexpr):
     """The share that a row adds to the weight's gradient."""
-    mean = None if means is None else tl.load(means + row)
-    xhat = xhat_of(h_row, column, inside, mean, tl.load(rstd + row), A)
+    h = loaded(h_row, column, inside, A)
+    if means is not None:
+        h = h - tl.load(means + row)
+    xhat = h * tl.load(rstd_of_row)
     return loaded(dy_row, column, inside, A) * xhat
 
 
@@ -481,11 +483,11 @@ def weight_blocks(
         for k in tl.static_range(AT_ONCE):
             dy_row = rows_at(dy, first + k, dy_stride, dy_jump, inner)
             h_row = rows_at(h, first + k, h_stride, h_jump, inner)
-            total = total + share_of_row(dy_row, h_row, rstd, means, first + k, column, inside, A)
+            total = total + share_of_row(dy_row, h_row, rstd + (first + k), means, first + k, column, inside, A)
     for row in range(rest, end):
         dy_row = rows_at(dy, row, dy_stride, dy_jump, inner)
         h_row = rows_at(h, row, h_stride, h_jump, inner)
-        total = total + share_of_row(dy_row, h_row, rstd, means, row, column, inside, A)
+        total = total + share_of_row(dy_row, h_row, rstd + row, means, row, column, inside, A)
     at = (tl.program_id(0) // tiles).to(tl.int64) * hidden_size + column
     tl.store(partial + at, total, mask=inside)
 
