@@ -102,25 +102,35 @@ FN_INLINE double exp_of_double(double v) {
     return x.p * x.first * x.second;
 }
 
+/* exp(w) for a w within 87 of 0, by one factor 2^k: a product, and no sum of bits, because a NaN must stay one. */
+FN_INLINE float near_exponential(float w) {
+    const float *const c = coefficients_float;
+    const float shifted = w * log2_e_float + rounder_float, k = shifted - rounder_float;
+    const float r = (w - k * ln2_high_float) - k * ln2_low_float, square = r * r;
+    const float p = (((c[5] * r + c[4]) * square + (c[3] * r + c[2])) * square + (c[1] * r + c[0])) * square + r + 1;
+    return p * f32_of_bits((bits_of_f32(shifted) + bias_float) << mantissa_float);
+}
+
 /*
- * exp(t - m) of n numbers. Nearly always none is above 0, and each is a normal number, or 0: one factor 2^k is enough; else all
- * are computed again with two.
+ * exp(t - m) of n numbers. Nearly always all are normal numbers; else those that are 0, as of masked logits, are taken apart,
+ * and where others are not normal all are computed again with two factors.
  */
 static FN_NOINLINE void exponentials_float(const float *restrict t, float m, int n, float *restrict e) {
     const float lowest = -87.0f, zero = -104.0f;
-    uint32_t care = 0;
+    uint32_t farthest = 0, care = 0;
+    FN_VECTORS(reduction(max : farthest))
+    for (int i = 0; i < n; i++) {
+        const float v = t[i] - m;
+        const uint32_t distance = bits_of_f32(v) & 0x7fffffff;
+        farthest = distance > farthest ? distance : farthest;
+        e[i] = near_exponential(v);
+    }
+    if (farthest <= bits_of_f32(-lowest)) return;
     FN_VECTORS(reduction(| : care))
     for (int i = 0; i < n; i++) {
         const float v = t[i] - m;
         const int low = v < lowest;
-        const float w = chosen_float(low, lowest, v);
-        const float shifted = w * log2_e_float + rounder_float, k = shifted - rounder_float;
-        const float r = (w - k * ln2_high_float) - k * ln2_low_float, square = r * r;
-        const float *const c = coefficients_float;
-        const float p = (((c[5] * r + c[4]) * square + (c[3] * r + c[2])) * square + (c[1] * r + c[0])) * square + r + 1;
-        /* A product, and no sum of bits, because a NaN must stay one. */
-        const float power = f32_of_bits((bits_of_f32(shifted) + bias_float) << mantissa_float);
-        e[i] = chosen_float(low, 0, p * power);
+        e[i] = chosen_float(low, 0, near_exponential(chosen_float(low, lowest, v)));
         care |= (uint32_t)((low & (v > zero)) | (v > 0));
     }
     if (!care) return;
