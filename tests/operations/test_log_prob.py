@@ -124,6 +124,9 @@ def test_masked_logits():
         (of_kept,) = torch.autograd.grad((wanted[0].sum(), wanted[1].sum()), kept)
         torch.testing.assert_close(torch.cat((dx[:, :3], dx[:, 6:]), -1), of_kept)
         assert not dx[:, 3:6].any()
+        outputs = selected_log_prob_and_entropy(leaf, ids)
+        (dx,) = torch.autograd.grad([t.sum() for t in outputs], leaf, create_graph=True)
+        assert torch.autograd.grad(dx.square().sum(), leaf)[0].isfinite().all()
 
 
 def test_ignored_rows_are_not_looked_at():
