@@ -14,8 +14,10 @@ that far apart, and after it at most one ulp. With round_norm=True that holds fo
 ulp of the one is less than two ulp of the other, so y is at most two ulp apart.
 """
 
+import functools
 import math
 
+import pytest
 import torch
 
 from fusednorm.conformance.cases import differing
@@ -44,6 +46,39 @@ def limit(y, round_norm):
         return units
     assert units * 2**-24 / torch.finfo(y.dtype).eps < 0.1
     return 2 if round_norm else 1
+
+
+@functools.cache
+def torchs_tests(name):
+    """What torch's own tests know of a function of ``torch.nn.functional``: operands, and calls that raise."""
+    pytest.importorskip("expecttest", reason="torch's tests import it; tox installs it")
+    from torch.testing._internal.common_methods_invocations import op_db  # takes seconds
+
+    [found] = [operation for operation in op_db if operation.name == f"nn.functional.{name}"]
+    return found
+
+
+def layer_norm_bound(rows, weight, bias, eps, y):
+    """How far our LayerNorm of rows, [..., N], and torch's may be apart, elementwise; y is one of both.
+
+    H is the greatest magnitude of a row. Each step of torch's mean (Welford's) has roundings of numbers of at most 2 H,
+    whose sizes sum to at most 5 H, and later steps enlarge none of them: N steps are within 5 N u H, and our tree is
+    within N u H. The variance is within 6 N u H std of both (Chan, Golub and LeVeque: the relative error grows with the
+    root mean square over the standard deviation), so that rstd is within 3 N u H rstd, relatively, and four roundings.
+    A subtraction, or torch's ``x * rstd - mean * rstd``, adds 3 u H rstd. The weight and the bias are two roundings
+    more. In 16 bits both are rounded at last: at most one step apart.
+    """
+    dtype, n = rows.dtype, max(rows.shape[-1], 1)
+    rows = rows.double()
+    u = 2.0**-53 if dtype == torch.float64 else 2.0**-24
+    d = rows - rows.mean(-1, keepdim=True)
+    rstd = (d.square().mean(-1, keepdim=True) + eps).rsqrt()
+    greatest = rows.abs().amax(-1, keepdim=True) * rstd
+    normed = d.abs() * rstd
+    apart = 2 * u * ((5 * n + 3) * greatest + normed * (3 * n * greatest + 4))
+    weight, bias = (1.0 if weight is None else weight.double().abs()), (0.0 if bias is None else bias.double().abs())
+    step = torch.finfo(dtype).eps if torch.finfo(dtype).bits == 16 else 0.0
+    return weight * apart + 4 * u * (weight * normed + bias) + step * y.double().abs()
 
 
 def agree(what, actual, wanted, round_norm):

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import fusednorm
-from fusednorm import fused_add_rms_norm, rms_norm
+from fusednorm import fused_add_rms_norm, layer_norm, rms_norm
 from fusednorm.compat import flag_gems, flashinfer, functional, liger, quack, sgl_kernel, vllm
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, dtype_name, operands
 
-from compat_bounds import agree, disagree, fp8, same, same_bytes
+from compat_bounds import agree, disagree, fp8, layer_norm_bound, same, same_bytes, torchs_tests
 
 EPS = 1e-5
 
@@ -455,6 +455,41 @@ def test_functional(dtype, shape):
 
 
 @dtypes
+@pytest.mark.parametrize("shape", [(136,), [8, 17]], ids=str)
+def test_functional_layer_norm(dtype, shape):
+    x, bias, weight = (tensor.view(*tensor.shape[:-1], *shape) for tensor in of(dtype))
+    given = [tensor.detach().clone().requires_grad_() for tensor in (x, weight, bias[0])]
+    leaves = [
+        tensor.detach().reshape(size).requires_grad_() for tensor, size in zip(given, ((6, 136), 136, 136), strict=True)
+    ]
+    y, expected = functional.layer_norm(given[0], shape, *given[1:], 1e-3), layer_norm(*leaves, 1e-3)
+    assert y.shape == x.shape
+    same(y.view(6, 136), expected)
+    gradients = [torch.autograd.grad(t, of, torch.ones_like(t)) for t, of in ((y, given), (expected, leaves))]
+    for actual, wanted in zip(*gradients, strict=True):
+        same(actual.reshape(wanted.shape), wanted)
+    same(functional.layer_norm(x, shape).view(6, 136), layer_norm(leaves[0]))
+    same(functional.layer_norm(x, shape, None, given[2]).view(6, 136), layer_norm(leaves[0], None, leaves[2]))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32, F64], ids=dtype_name)
+def test_torchs_samples_of_layer_norm(dtype):
+    """Operands of torch's own tests, in the dtypes that they are made for."""
+    samples = list(torchs_tests("layer_norm").sample_inputs("cpu", dtype, requires_grad=False))
+    assert samples
+    for sample in samples:
+        shape, *of_row = sample.args
+        weight, bias = (t if t is None else t.flatten() for t in [*of_row, None, None][:2])
+        y = functional.layer_norm(sample.input, shape, *of_row, **sample.kwargs)
+        expected = torch.nn.functional.layer_norm(sample.input, shape, *of_row, **sample.kwargs)
+        assert (y.dtype, y.shape) == (expected.dtype, expected.shape)
+        if y.numel():
+            rows, eps = sample.input.flatten(-len(shape)), sample.kwargs.get("eps", 1e-5)
+            apart = (y.double() - expected.double()).abs().view(rows.shape)
+            assert (apart <= layer_norm_bound(rows, weight, bias, eps, y.view(rows.shape))).all()
+
+
+@dtypes
 @pytest.mark.parametrize("heads", [False, True], ids=["rows", "heads"])
 def test_quack(dtype, heads):
     """Values and gradients, with and without each operand, and both shapes of weights."""
@@ -495,8 +530,9 @@ def test_quack_module():
     same(quack.rmsnorm(x, residual_dtype=F32, prenorm=True)[1], x.float())
 
 
-def test_functional_has_torchs_signature():
-    ours, theirs = (inspect.signature(f).parameters for f in (functional.rms_norm, torch.nn.functional.rms_norm))
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+def test_functional_has_torchs_signature(name):
+    ours, theirs = (inspect.signature(getattr(of, name)).parameters for of in (functional, torch.nn.functional))
     assert [(p.name, p.default, p.kind) for p in ours.values()] == [
         (p.name, p.default, p.kind) for p in theirs.values()
     ]
@@ -582,6 +618,7 @@ ERRORS = {
         (lambda: vllm.scaled_fp8_quant(X[0], None, None, W[:1] * torch.nan, True), "scale_ub must be a number, got n"),
         (lambda: flashinfer.rmsnorm_quant(None, X, W, 1.0), "out must be a torch.Tensor, got NoneType"),
         (lambda: functional.rms_norm(X.to(torch.complex64), (4,)), "call torch.nn.functional.rms_norm"),
+        (lambda: functional.layer_norm(X.to(torch.complex64), (4,)), "call torch.nn.functional.layer_norm"),
         (lambda: functional.rms_norm(X, 4), "normalized_shape must be a list or tuple of ints, got 4"),
         (lambda: functional.rms_norm(X, (3, 4), 1.0), "weight must be a torch.Tensor, got float"),
         (lambda: functional.rms_norm(X, (3, 4), 1), "weight must be a torch.Tensor, got int; torch.as"),
@@ -595,6 +632,8 @@ ERRORS = {
         (lambda: functional.rms_norm(X, (4,), W.to("meta")), "weight is on meta and x on cpu"),
         (lambda: functional.rms_norm(X, (3,)), "input must end in the dimensions [3]"),
         (lambda: functional.rms_norm(X, (2, 4)), "input must end in the dimensions [2, 4]"),
+        (lambda: functional.layer_norm(X, (3, 4), torch.ones(3, 4), W), "bias must have the normalized_shape [3, 4]"),
+        (lambda: functional.layer_norm(X, (4,), W, W[:3]), "bias must have shape [4]"),
         (lambda: functional.rms_norm(X, ()), "at least one dimension"),
         (lambda: functional.rms_norm(X, (3, 4), torch.ones(12)), "weight must have the normalized_shape"),
     ],
