@@ -38,8 +38,9 @@ def calls(monkeypatch):
         return torchs(*arguments)
 
     with fusednorm.accelerate_torch():
-        torchs = accelerate._torchs
-        monkeypatch.setattr(accelerate, "_torchs", count)
+        norm = accelerate._NORMS[0]
+        torchs = norm._by_torch
+        monkeypatch.setattr(norm, "_by_torch", count)
         yield found
         monkeypatch.undo()
     assert functional.rms_norm.__code__ is TORCHS
