@@ -131,7 +131,7 @@ def _form_of_both(norms: list[Any], q: Tensor, k: Tensor) -> Form | None:
         return None
     one, other = norms
     form: Form | None = one._form(q)
-    return form if form == other._form(k) else None
+    return form if form is not None and not form.center and form == other._form(k) else None
 
 
 def _as_halves(x: Tensor, size: int) -> Tensor:

@@ -81,7 +81,8 @@ def _gated_forms(module: torch.nn.Module, reads: Reads) -> Forms:
 def _form(module: torch.nn.Module, x: Tensor, trace: Callable[[torch.nn.Module, Reads], Forms]) -> Form | None:
     """A module's form for x."""
     found: Forms | None = _found(module, trace)
-    return None if found is None else form_of(found, x, getattr(module, "weight", None))
+    form = None if found is None else form_of(found, x, module)
+    return None if form is None or form.center else form
 
 
 class SiLU(_Layer):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from fusednorm.operations.layer_norm import fused_add_layer_norm, layer_norm
 from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
 from fusednorm.operations.norm_gated import rms_norm_gated
 from fusednorm.operations.two_norms import rms_norm_add, rms_norm_add_rms_norm
@@ -70,6 +71,8 @@ class PatchedNorm(Patched):
                 handed, state.handed = state.handed, None
                 if handed is not None and handed.fits(x):
                     return handed.y
+                if form.center:
+                    return layer_norm(x, *_affine(self, form), form.eps, **form.of_norm)
                 return rms_norm(x, getattr(self, "weight", None), form.eps, **form.of_norm)
         elif len(args) == 2 and not kwargs:
             x, gate = args
@@ -90,7 +93,10 @@ class PatchedNorm(Patched):
         if (gated := self._fusednorm.gated.get(pair)) is not None:
             return [("rms_norm_gated", {"eps": gated.eps, **gated.of_gate})]
         form = self._fusednorm.forms.get(pair)
-        return [] if form is None else [("rms_norm", {"eps": form.eps, **form.of_norm})]
+        if form is None:
+            return []
+        added = {"added_to_weight": form.added} if form.added else {}
+        return [("layer_norm" if form.center else "rms_norm", {"eps": form.eps, **form.of_norm, **added})]
 
     def _form(self, x: Any) -> Form | None:
         return self._form_of(x, self._fusednorm.forms) if isinstance(x, Tensor) else None
@@ -101,7 +107,7 @@ class PatchedNorm(Patched):
         return self._form_of(x, self._fusednorm.gated)
 
     def _form_of(self, x: Tensor, forms: Forms) -> Form | None:
-        form = form_of(forms, x, getattr(self, "weight", None))
+        form = form_of(forms, x, self)
         return form if form is not None and self._fusednorm.reads.hold(self) else None
 
 
@@ -159,7 +165,7 @@ class PatchedLayer(Patched):
     def _norm_add(self, first: torch.nn.Module, x: Tensor, residual: Tensor) -> Tensor:
         """``residual + first(x)``."""
         form = _form_beside(first, x, residual)
-        if form is None:
+        if form is None or form.center:
             total: Tensor = residual + first(x)
             return total
         return rms_norm_add(x, residual, getattr(first, "weight", None), form.eps, **form.of_norm)
@@ -199,13 +205,23 @@ def _added(
     form, weight = _form_beside(norm, x, residual), getattr(norm, "weight", None)
     if form is None or (first is None and type(x_scale) not in (float, int)):
         return None
+    if form.center:
+        if first is not None or x_scale != 1.0:
+            return None
+        return fused_add_layer_norm(x, residual, *_affine(norm, form), form.eps, **form.of_norm)
     if first is None:
         return fused_add_rms_norm(x, residual, weight, form.eps, x_scale=x_scale, **form.of_norm)
     before = _form_beside(first, x, residual)
-    if before is None or before.of_norm != form.of_norm:
+    if before is None or before.center or before.of_norm != form.of_norm:
         return None
     weights = getattr(first, "weight", None), weight
     return rms_norm_add_rms_norm(x, residual, *weights, before.eps, next_eps=form.eps, **form.of_norm)
+
+
+def _affine(norm: torch.nn.Module, form: Form) -> tuple[Any, Any]:
+    """The weight and the bias of a LayerNorm."""
+    weight = getattr(norm, "weight", None)
+    return (weight + form.added if form.added else weight), getattr(norm, "bias", None)
 
 
 def _form_beside(norm: torch.nn.Module, x: Tensor, residual: Tensor) -> Form | None:

@@ -1,12 +1,14 @@
 """Recognises a module's norm, with or without a gate after it, by its computation, not by its name or its source.
 
 The module's forward pass is traced into ATen operations, on tensors with shapes but without contents. If the operations
-are the specification's RMS norm for some flags, the result is these flags; otherwise it is the reason why not.
+are the specification's RMS norm, or its LayerNorm, for some flags, the result is these flags; otherwise it is the reason
+why not. A LayerNorm is written out, or torch's own, which rounds where its specification does.
 """
 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,8 +28,9 @@ _PAIRS = [(x, weight) for x in (torch.float16, torch.bfloat16, _A) for weight in
 class Form:
     """The arguments with which :func:`fusednorm.rms_norm` rounds at the module's places.
 
-    With an activation they are those of :func:`fusednorm.rms_norm_gated`. They hold for inputs of ``dims`` dimensions
-    and rows of ``length`` elements (None: any).
+    With an activation they are those of :func:`fusednorm.rms_norm_gated`, and with ``center`` those of
+    :func:`fusednorm.layer_norm`, whose weight is the module's plus ``added``, in its own dtype. They hold for inputs of
+    ``dims`` dimensions and rows of ``length`` elements (None: any).
     """
 
     eps: float
@@ -39,6 +42,8 @@ class Form:
     group_size: int | None = None
     dims: int | None = None
     length: int | None = None
+    center: bool = False
+    added: float = 0.0
 
     @property
     def of_norm(self) -> dict[str, Any]:
@@ -52,15 +57,22 @@ class Form:
         return {**self.of_norm, **before, "activation": self.activation, "between": self.between}
 
 
-#: By the dtypes of the input and of the weight (None without a weight).
+#: By the dtypes of the input and of the weight (None without a weight); a bias has the weight's.
 Forms = dict[tuple[dtype, dtype | None], Form]
 
 
-def form_of(found: Forms, x: Tensor, weight: Tensor | None) -> Form | None:
-    """The form that holds for such an input and weight."""
+def form_of(found: Forms, x: Tensor, module: torch.nn.Module) -> Form | None:
+    """The form of a module that holds for such an input."""
+    weight = getattr(module, "weight", None)
     form = found.get((x.dtype, None if weight is None else weight.dtype))
     if form is None or form.dims not in (None, x.dim()):
         return None
+    if form.center:
+        if torch.is_autocast_enabled(x.device.type):  # torch's LayerNorm may convert its operands
+            return None
+        bias = getattr(module, "bias", None)
+        if bias is not None and (weight is None or bias.dtype != weight.dtype):
+            return None
     return form if form.length is None or x.shape[-1:] == (form.length,) else None
 
 
@@ -76,12 +88,14 @@ def forms(module: torch.nn.Module, reads: Reads | None = None, gated: bool = Fal
     """
     reads = reads or Reads()
     others = [name for name, _ in [*module.named_parameters(), *module.named_buffers(), *module.named_children()]]
-    if [name for name in others if name != "weight"]:
-        raise LeftAloneError(f"it has more than a weight: {', '.join(others)}")
-    weight = getattr(module, "weight", None)
+    if [name for name in others if name not in ("weight", "bias")]:
+        raise LeftAloneError(f"it has more than a weight and a bias: {', '.join(others)}")
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     if weight is not None and not (isinstance(weight, Tensor) and weight.dim() == 1):
         dims = f"has {weight.dim()} dimensions" if isinstance(weight, Tensor) else f"is a {type(weight).__name__}"
         raise LeftAloneError(f"its weight {dims}")
+    if bias is not None and not (weight is not None and isinstance(bias, Tensor) and bias.shape == weight.shape):
+        raise LeftAloneError("its bias has no weight, or another shape")
     length = _length(module) if weight is None else weight.shape[0]
     found: Forms = {}
     for x_dtype, weight_dtype in _PAIRS:
@@ -128,21 +142,25 @@ def _form(
     bare = reads.copy_of(module)
     bare.training = training
 
-    def call(x: Tensor, weight: Tensor | None, *gate: Tensor) -> Any:
-        if weight is not None:
-            bare._parameters["weight"] = weight  # type: ignore[assignment]
+    def call(x: Tensor, weight: Tensor | None, bias: Tensor | None, *gate: Tensor) -> Any:
+        for name, of_row in (("weight", weight), ("bias", bias)):
+            if of_row is not None:
+                bare._parameters[name] = of_row  # type: ignore[assignment]
         return type(bare).forward(bare, x, *gate)
 
     x, weight = ((*leading, length), x_dtype), None if weight_dtype is None else ((length,), weight_dtype)
-    return _read(traced(call, x, weight, *([x] if gated else [])), x_dtype, gated)
+    bias = None if getattr(module, "bias", None) is None else weight
+    return _read(traced(call, x, weight, bias, *([x] if gated else [])), x_dtype, gated)
 
 
 @dataclass(frozen=True)
 class _Term:
     """The result of one operation of a graph, named as in the specification.
 
-    ``kind`` is x, weight, g, square, mean, mean+eps, sqrt, rstd, n or y; or gate, activated or gated. x is also the
-    input times the activated gate, if the gate comes first. ``split`` says whether rows are split into groups here.
+    ``kind`` is x, weight, bias, g, square, mean, mean+eps, sqrt, rstd, n or y; mean of x; or gate, activated or gated.
+    x is also the input times the activated gate, if the gate comes first, and, with ``center``, the input less its
+    mean. ``split`` says whether rows are split into groups here, ``added`` what was added to the weight in its own
+    dtype.
     """
 
     kind: str
@@ -155,12 +173,15 @@ class _Term:
     gate_first: bool = False
     group_size: int | None = None
     split: bool = False
+    center: bool = False
+    biased: bool = False
+    added: float = 0.0
 
 
 def _read(graph: fx.Graph, x_dtype: dtype, gated: bool) -> Form:
     """The form of the computation of a graph."""
     terms: dict[fx.Node, _Term] = {}
-    inputs = iter(("x", "weight", "gate"))
+    inputs = iter(("x", "weight", "bias", "gate"))
     shape: torch.Size | None = None
     for node in graph.nodes:
         if node.op == "output":
@@ -174,13 +195,18 @@ def _read(graph: fx.Graph, x_dtype: dtype, gated: bool) -> Form:
                 raise LeftAloneError("its result is not the row times rstd times the weight")
             if y.dtype != x_dtype:
                 raise LeftAloneError(f"it returns {str(y.dtype)[6:]} for an input of {str(x_dtype)[6:]}")
+            if y.biased != any(term.kind == "bias" for term in terms.values()):
+                raise LeftAloneError("it does not add its bias")
             if shape is None or result.meta["val"].shape != shape:
                 raise LeftAloneError("its result has another shape than its input")
             rounded = y.rounded and not weightless and x_dtype != _A
             groups = None if y.group_size == shape[-1] else y.group_size
             if groups is not None and not gated:
                 raise LeftAloneError(f"it normalises parts of {groups} elements")
-            return Form(y.eps, y.offset, rounded, y.activation, y.between, not y.gate_first, groups)
+            if y.center and (gated or groups is not None):
+                raise LeftAloneError("it is a LayerNorm with a gate, or of groups")
+            gate = y.activation, y.between, not y.gate_first, groups
+            return Form(y.eps, y.offset, rounded, *gate, center=y.center, added=y.added)
         value = node.meta.get("val")
         if node.op == "placeholder":
             kind = next(inputs)
@@ -190,6 +216,7 @@ def _read(graph: fx.Graph, x_dtype: dtype, gated: bool) -> Form:
             continue
         rule = _RULES.get(node.target)
         arguments = [terms.get(argument, argument) for argument in node.args]
+        value = value[0] if node.target is aten.native_layer_norm.default else value
         term = rule(arguments, value, x_dtype) if rule is not None and isinstance(value, Tensor) else None
         if term is None:
             kinds = ", ".join(term.kind if isinstance(term, _Term) else str(term) for term in arguments)
@@ -201,7 +228,7 @@ def _read(graph: fx.Graph, x_dtype: dtype, gated: bool) -> Form:
 def _cast(arguments: list[Any], value: Tensor, x_dtype: dtype) -> _Term | None:
     term: _Term = arguments[0]
     to = value.dtype
-    if to == term.dtype or (term.kind in ("x", "weight", "g", "n", "gate") and to == _A):
+    if to == term.dtype or (term.kind in ("x", "weight", "bias", "g", "n", "gate") and to == _A):
         return replace(term, dtype=to)
     if term.kind == "n" and to == x_dtype:
         return replace(term, dtype=to, rounded=True)
@@ -230,20 +257,57 @@ def _power(arguments: list[Any], value: Tensor, _: dtype) -> _Term | None:
 
 
 def _square(x: _Term) -> _Term:
-    return _Term("square", _A, group_size=x.group_size, split=x.split)
+    return _Term("square", _A, group_size=x.group_size, split=x.split, center=x.center)
 
 
 def _mean(arguments: list[Any], value: Tensor, _: dtype) -> _Term | None:
     term: _Term = arguments[0]
     dims, *keep = arguments[1:]
-    if term.kind == "square" and dims in ([-1], [value.dim() - 1]) and keep == [True]:
+    if dims not in ([-1], [value.dim() - 1]) or keep != [True]:
+        return None
+    if term.kind == "square":
         return replace(term, kind="mean")
-    return None
+    return replace(term, kind="mean of x") if term.kind == "x" and not term.center and value.dtype == _A else None
+
+
+def _minus(arguments: list[Any], value: Tensor, _: dtype) -> _Term | None:
+    x, mean = arguments
+    if not (isinstance(x, _Term) and isinstance(mean, _Term)) or value.dtype != _A or x.gate_first or x.split:
+        return None
+    return replace(x, dtype=_A, center=True) if (x.kind, x.center, mean.kind) == ("x", False, "mean of x") else None
+
+
+def _torchs(arguments: list[Any], value: Tensor, x_dtype: dtype) -> _Term | None:
+    """torch's own LayerNorm, whose operands are of one dtype, or, beside rows of 16 bits, float32."""
+    x, shape, weight, bias, eps = arguments
+    if not isinstance(x, _Term) or (x.kind, x.center, x.gate_first, x.split) != ("x", False, False, False):
+        return None
+    if shape != [value.shape[-1]] or (weight is None and bias is not None):
+        return None
+    of_row = [(term, kinds) for term, kinds in ((weight, ("weight", "g")), (bias, ("bias",))) if term is not None]
+    if any(term.kind not in kinds or term.dtype != of_row[0][0].dtype for term, kinds in of_row):
+        return None
+    if weight is not None and weight.dtype not in (x.dtype, _A):
+        return None
+    normed = _Term("n", value.dtype, float(eps), rounded=value.dtype != _A, center=True)
+    if weight is None:
+        return normed
+    return replace(normed, kind="y", rounded=False, offset=weight.offset, biased=bias is not None, added=weight.added)
+
+
+def _part(arguments: list[Any], value: Tensor, _: dtype) -> _Term | None:
+    """The rows that torch's LayerNorm returns, or its mean or rstd, of which nothing may be made."""
+    norm, number = arguments
+    return replace(norm, kind="mean or rstd") if number else norm  # type: ignore[no-any-return]
 
 
 def _plus(arguments: list[Any], value: Tensor, _: dtype) -> _Term | None:
     term, number = arguments if isinstance(arguments[0], _Term) else arguments[::-1]
-    if not isinstance(term, _Term) or not isinstance(number, int | float) or value.dtype != _A:
+    if not isinstance(term, _Term) or not isinstance(number, int | float):
+        return None
+    if term.kind == "weight" and value.dtype == term.dtype != _A and not term.added:
+        return replace(term, added=float(number))
+    if value.dtype != _A or term.added:
         return None
     if term.kind == "mean":
         return replace(term, kind="mean+eps", eps=float(number))
@@ -254,14 +318,14 @@ def _plus(arguments: list[Any], value: Tensor, _: dtype) -> _Term | None:
 
 def _times(arguments: list[Any], value: Tensor, x_dtype: dtype) -> _Term | None:
     a, b = arguments
-    if not (isinstance(a, _Term) and isinstance(b, _Term)) or a.split != b.split:
+    if not (isinstance(a, _Term) and isinstance(b, _Term)) or a.split != b.split or a.added or b.added:
         return None
     by_kind = {a.kind: a, b.kind: b}
     if a == b and a.kind == "x" and value.dtype == _A:
         return _square(a)
     if by_kind.keys() == {"x", "activated"} and value.dtype == _A and not by_kind["x"].gate_first:
         return replace(by_kind["x"], dtype=_A, gate_first=True, activation=by_kind["activated"].activation)
-    if by_kind.keys() == {"x", "rstd"} and value.dtype == _A:
+    if by_kind.keys() == {"x", "rstd"} and value.dtype == _A and a.center == b.center:
         x = by_kind["x"]
         return replace(by_kind["rstd"], kind="n", gate_first=x.gate_first, activation=x.activation)
     if "n" in by_kind and by_kind.keys() & {"weight", "g"} and value.dtype in (x_dtype, _A):
@@ -287,6 +351,9 @@ _RULES: dict[Any, Callable[..., _Term | None]] = {
     aten._to_copy.default: _cast,
     aten.pow.Tensor_Scalar: _power,
     aten.mean.dim: _mean,
+    aten.sub.Tensor: _minus,
+    aten.native_layer_norm.default: _torchs,
+    operator.getitem: _part,
     aten.add.Tensor: _plus,
     aten.add_.Scalar: _plus,  # in F.rms_norm
     aten.mul.Tensor: _times,

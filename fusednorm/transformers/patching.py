@@ -240,7 +240,9 @@ def _describe(without: Forms, gated: Forms) -> str:
     described += [f"activation={form.activation!r}"] if form.activation not in (None, "silu") else []
     described += [] if form.norm_before_gate else ["norm_before_gate=False"]
     described += [] if form.group_size is None else [f"group_size={form.group_size}"]
-    return f"rms_norm{'_gated' * bool(gated)}({', '.join(described)})"
+    described += [f"weight + {form.added}"] if form.added else []
+    name = "layer_norm" if form.center else "rms_norm" + "_gated" * bool(gated)
+    return f"{name}({', '.join(described)})"
 
 
 def _patch_layers(owner: torch.nn.Module, name: str, layers: torch.nn.ModuleList) -> Iterator[Outcome]:
