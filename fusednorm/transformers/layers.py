@@ -14,6 +14,13 @@ multiplied by a factor, ``x_scale=factor``. An addition after a norm that no nor
 
     hidden_states = self._norm_add(self.first, x, residual)
 
+A norm of a sum that is not kept becomes ::
+
+    hidden_states = self._add_norm(self.norm, x, residual)[0]
+
+whether the sum is the norm's argument or has had the same name. Where the norm's result is at once the argument of
+another call, ``y = self.mlp(self.norm(sum))``, it has a name first. Both branches of an ``if`` are rewritten.
+
 A forward pass without such statements, or without accessible source, does not change.
 """
 
@@ -24,7 +31,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 from fusednorm.transformers.reads import LeftAloneError, in_a_line
@@ -59,40 +66,82 @@ def rewritten(layer_class: type, norms: frozenset[str]) -> Rewritten:
         LeftAloneError: no addition can be fused.
     """
     function, tree = source(layer_class.forward)  # type: ignore[attr-defined]
+    tree.body, found = _fused(tree.body, [], norms)
+    if not found.changed:
+        raise LeftAloneError("no addition stands right before a norm or the end of its forward pass")
+    forward = compiled(tree, function, layer_class)
+    return Rewritten(forward, found.fused, found.normed, found.ends, found.last_normed, tuple(found.factors))
+
+
+@dataclass
+class _Counts:
+    """As :class:`Rewritten` has them, of statements; and whether any of these changed."""
+
+    fused: int = 0
+    normed: int = 0
+    ends: bool = False
+    last_normed: bool = False
+    factors: list[str | None] = field(default_factory=list)
+    changed: bool = False
+
+
+def _fused(rest: list[ast.stmt], tail: list[ast.stmt], norms: frozenset[str]) -> tuple[list[ast.stmt], _Counts]:
+    """Statements with their additions fused, before those of ``tail``."""
     body: list[ast.stmt] = []
-    rest = list(tree.body)
-    fused = normed = 0
-    ends = last_normed = False
-    factors: list[str | None] = []
+    found = _Counts()
+    rest = list(rest)
     while rest:
         added = _addition(rest, norms)
         after = [] if added is None else rest[added.used :]
         if added is None:
-            body.append(rest.pop(0))
+            statement = rest.pop(0)
+            if isinstance(statement, ast.If):
+                _fuse_branches(statement, rest or tail, norms, found)
+            elif (sum_in := _norm_of_a_sum(statement, norms)) is not None:
+                statement = sum_in
+                found.fused += 1
+                found.factors.append(None)
+                found.changed = True
+            body.append(statement)
             continue
-        if (found := _norm_after(added.total, after, norms)) is not None:
-            y, kept, name, used = found
-            body += _parse(f"{y}, {kept} = self._add_norm(self.{name}, {added.arguments()})")
-            fused += 1
-        elif len(after) == 1 and ast.unparse(after[0]) == f"return {added.total}":
-            body += [*_parse(f"{added.total} = self._add_last({added.arguments()})"), after[0]]
-            ends, last_normed, used = True, added.first is not None, 1
-            fused += last_normed
+        used = 0
+        if (norm := _norm_after(added.total, after, norms)) is not None:
+            y, kept, name, used = norm
+            call = f"self._add_norm(self.{name}, {added.arguments()})"
+            body += _parse(f"{y} = {call}[0]" if kept is None else f"{y}, {kept} = {call}")
+            found.fused += 1
+        elif (name := _norm_first_called(added.total, after, norms)) is not None:
+            body += _parse(f"_normed, {added.total} = self._add_norm(self.{name}, {added.arguments()})")
+            found.fused += 1
+        elif [ast.unparse(statement) for statement in after or tail] == [f"return {added.total}"]:
+            body += _parse(f"{added.total} = self._add_last({added.arguments()})")
+            found.ends, found.last_normed = True, added.first is not None
+            found.fused += found.last_normed
         elif added.first is not None:
             call = f"self._norm_add(self.{added.first}, {ast.unparse(added.x)}, {added.residual})"
             body += _parse(f"{added.total} = {call}")
-            fused, used = fused + 1, 0
+            found.fused += 1
         else:
             body += rest[: added.used]
             rest = after
             continue
-        factors.append(None if added.x_scale is None else ast.unparse(added.x_scale))
-        normed += added.first is not None
+        found.changed = True
+        found.factors.append(None if added.x_scale is None else ast.unparse(added.x_scale))
+        found.normed += added.first is not None
         rest = after[used:]
-    if not (fused or ends):
-        raise LeftAloneError("no addition stands right before a norm or the end of its forward pass")
-    tree.body = body
-    return Rewritten(compiled(tree, function, layer_class), fused, normed, ends, last_normed, tuple(factors))
+    return body, found
+
+
+def _fuse_branches(statement: ast.If, tail: list[ast.stmt], norms: frozenset[str], found: _Counts) -> None:
+    """Fuses the additions of the branches of an ``if``, and counts those of the branch that has fewer."""
+    statement.body, one = _fused(statement.body, tail, norms)
+    statement.orelse, other = _fused(statement.orelse, tail, norms)
+    fewer = min(one, other, key=lambda counts: len(counts.factors))
+    found.changed |= one.changed or other.changed
+    found.fused += fewer.fused
+    found.normed += fewer.normed
+    found.factors += fewer.factors
+    found.ends, found.last_normed = fewer.ends, fewer.last_normed
 
 
 def first_norm(layer_class: type) -> str | None:
@@ -106,7 +155,7 @@ def first_norm(layer_class: type) -> str | None:
     hidden = tree.args.args[1].arg
     # residual = hidden_states
     others = [statement for statement in tree.body[:2] if not re.fullmatch(f".+ = {hidden}", ast.unparse(statement))]
-    return _norm_of(others[0].value, hidden) if others and isinstance(others[0], ast.Assign) else None
+    return _norm_of(_first_called(others[0]), hidden) if others and isinstance(others[0], ast.Assign) else None
 
 
 def straight_on(model_class: type, layers: str) -> tuple[bool, str | None]:
@@ -227,35 +276,79 @@ def _addition(statements: list[ast.stmt], norms: frozenset[str]) -> _Addition | 
     return None
 
 
-def _norm_after(total: str, statements: list[ast.stmt], norms: frozenset[str]) -> tuple[str, str, str, int] | None:
+def _norm_after(
+    total: str, statements: list[ast.stmt], norms: frozenset[str]
+) -> tuple[str, str | None, str, int] | None:
     """The norm of a sum with which the statements begin: ``y = self.norm(total)``, maybe after ``kept = total``.
 
     Returns:
-        The names of its result and of the sum after it; the attribute of the norm; and the number of statements.
+        The names of its result and of the sum after it (None: it has none); the attribute of the norm; and the number
+        of statements.
     """
     text = "\n".join(map(ast.unparse, statements[:2]))
     found = re.match(rf"(?:(\w+) = {total}\n)?(\w+) = self\.(\w+)\({total}\)$", text, re.MULTILINE)
     if found is None:
         return None
     copied, y, name = found.groups()
-    kept = copied or total
-    # The sum keeps one name only; the norm's result must overwrite the other name.
-    if name not in norms or (copied is None) == (y == total) or y == kept:
+    # The sum keeps one name at most; the norm's result must overwrite the other name.
+    if name not in norms or (copied is not None and not copied != y == total):
         return None
-    return y, kept, name, 1 if copied is None else 2
+    return y, copied or (None if y == total else total), name, 1 if copied is None else 2
+
+
+def _norm_of_a_sum(statement: ast.stmt, norms: frozenset[str]) -> ast.stmt | None:
+    """``y = self.norm(residual + x)``, fused; None for another statement."""
+    target, (name, argument) = _target(statement), called(getattr(statement, "value", None))
+    if target is None or name not in norms:
+        return None
+    for residual, x in _terms(argument):
+        [made] = _parse(f"{target} = self._add_norm(self.{name}, {ast.unparse(x)}, {residual})[0]")
+        return made
+    return None
+
+
+def _norm_first_called(total: str, statements: list[ast.stmt], norms: frozenset[str]) -> str | None:
+    """The norm of a sum which the first statement calls before all else; the name ``_normed`` takes its place there."""
+    if not statements or not isinstance(statements[0], ast.Assign | ast.Return):
+        return None
+    call = _first_called(statements[0])
+    name = _norm_of(call, total)
+    if name not in norms:
+        return None
+
+    class _Named(ast.NodeTransformer):
+        def visit_Call(self, node: ast.Call) -> ast.AST:
+            return ast.Name("_normed", ast.Load()) if node is call else self.generic_visit(node)
+
+    _Named().visit(statements[0])
+    return name
+
+
+def _first_called(node: ast.AST) -> ast.Call | None:
+    """The call that is made first, if nothing decides whether it is made."""
+    if not isinstance(node, ast.stmt | ast.Call | ast.BinOp | ast.Attribute | ast.Tuple | ast.keyword):
+        return None
+    for part in ast.iter_child_nodes(node):
+        if any(isinstance(inner, ast.Call) for inner in ast.walk(part)):
+            return _first_called(part)
+    return node if isinstance(node, ast.Call) else None
 
 
 def _sums(statement: ast.stmt) -> Iterator[tuple[str, str, ast.expr]]:
-    """The parts of ``sum = residual + term``: the names of the sum and of the residual, and the term.
-
-    Of two names either may be the residual.
-    """
+    """The parts of ``sum = residual + term``: the names of the sum and of the residual, and the term."""
     target = _target(statement)
-    match statement:
-        case ast.Assign(value=ast.BinOp(left=one, op=ast.Add(), right=other)) if target:
+    if target is not None:
+        for residual, x in _terms(cast(ast.Assign, statement).value):
+            yield target, residual, x
+
+
+def _terms(expression: ast.expr) -> Iterator[tuple[str, ast.expr]]:
+    """The name of the residual and the term of ``residual + term``. Of two names either may be the residual."""
+    match expression:
+        case ast.BinOp(left=one, op=ast.Add(), right=other):
             for residual, x in ((one, other), (other, one)):
                 if isinstance(residual, ast.Name):
-                    yield target, residual.id, x
+                    yield residual.id, x
 
 
 def _norm_of(expression: ast.expr | None, argument: str) -> str | None:

@@ -229,7 +229,7 @@ def _form_beside(norm: torch.nn.Module, x: Tensor, residual: Tensor) -> Form | N
 
     A call of ours broadcasts nothing, moves nothing, and calls no hooks.
     """
-    if not (isinstance(norm, PatchedNorm) and bare(norm)):
+    if not (isinstance(norm, PatchedNorm) and bare(norm) and isinstance(x, Tensor) and isinstance(residual, Tensor)):
         return None
     if x.dtype != residual.dtype or x.shape != residual.shape or x.device != residual.device:
         return None

@@ -1,8 +1,8 @@
 """Recognises a module's norm, with or without a gate after it, by its computation, not by its name or its source.
 
 The module's forward pass is traced into ATen operations, on tensors with shapes but without contents. If the operations
-are the specification's RMS norm, or its LayerNorm, for some flags, the result is these flags; otherwise it is the reason
-why not. A LayerNorm is written out, or torch's own, which rounds where its specification does.
+are the specification's RMS norm or LayerNorm for some flags, the result is these flags; otherwise it is the reason why
+not. A LayerNorm is written out, or torch's own operator, which rounds where the specification does.
 """
 
 from __future__ import annotations

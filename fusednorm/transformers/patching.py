@@ -152,6 +152,7 @@ def _patch(model: torch.nn.Module, activations: bool) -> Report:
         for name, layers in owner.named_children():
             if isinstance(layers, torch.nn.ModuleList):
                 outcomes.update(_patch_layers(owner, name, layers))
+    outcomes.update(_patch_others(model))
     outcomes.update(patch_rotations(model, PatchedNorm))
     if activations:
         outcomes.update(patch_activations(model))
@@ -240,7 +241,8 @@ def _describe(without: Forms, gated: Forms) -> str:
     described += [f"activation={form.activation!r}"] if form.activation not in (None, "silu") else []
     described += [] if form.norm_before_gate else ["norm_before_gate=False"]
     described += [] if form.group_size is None else [f"group_size={form.group_size}"]
-    described += [f"weight + {form.added}"] if form.added else []
+    added = {form.added for form in without.values() if form.added}
+    described += [f"weight plus {number} in its dtype" for number in added]
     name = "layer_norm" if form.center else "rms_norm" + "_gated" * bool(gated)
     return f"{name}({', '.join(described)})"
 
@@ -251,7 +253,7 @@ def _patch_layers(owner: torch.nn.Module, name: str, layers: torch.nn.ModuleList
     for index, layer in enumerate(layers):
         if layer is None:
             continue
-        norms = frozenset(child for child, module in layer.named_children() if isinstance(module, PatchedNorm))
+        norms = _norms_of(layer)
         if isinstance(layer, Patched) or not norms:
             continue
         try:
@@ -274,3 +276,22 @@ def _patch_layers(owner: torch.nn.Module, name: str, layers: torch.nn.ModuleList
         what += ", 1 with the norm after the layer" if handed else ""
         what += f"; {found.normed} with the norm before" if found.normed else ""
         yield attach(layer, PatchedLayer, norms, LayerState(following, next_layer) if handed else LayerState(), what)
+
+
+def _patch_others(model: torch.nn.Module) -> Iterator[Outcome]:
+    """Replaces modules with norms that are in no list of layers, as the parts of BERT's layers are."""
+    for module in list(model.modules()):
+        norms = _norms_of(module)
+        if isinstance(module, Patched) or not norms:
+            continue
+        try:
+            found = rewritten_layer(type(module), norms)  # type: ignore[arg-type] # classes have a hash
+        except LeftAloneError:  # most modules add nothing to what they normalise
+            continue
+        if found.fused:
+            yield attach(module, PatchedLayer, norms, LayerState(), f"additions fused: {found.fused} within")
+
+
+def _norms_of(module: torch.nn.Module) -> frozenset[str]:
+    """The names of a module's norms that were replaced."""
+    return frozenset(name for name, child in module.named_children() if isinstance(child, PatchedNorm))
