@@ -23,7 +23,7 @@ from torch.overrides import has_torch_function_variadic
 
 from fusednorm.calls import must_be_seen
 from fusednorm.calls.call import Flags
-from fusednorm.calls.checks import check_operands
+from fusednorm.calls.checks import check_operands, requires_grad
 from fusednorm.calls.fast_path import Entry
 from fusednorm.engine.choose import use_backend
 from fusednorm.operations import layer_norm, norm
@@ -118,7 +118,7 @@ class _Norm:
             y: Tensor = norm.beyond_fast_path(call)
         return y if len(shape) == 1 else y.view(input.shape)
 
-    def _is_torchs(self, input: object, normalized_shape: object, weight: object, bias: object, eps: object) -> bool:
+    def _is_torchs(self, input: object, normalized_shape: object, weight: Any, bias: Any, eps: object) -> bool:
         """Whether a mode, a transform or a tensor must see torch's operator, or an argument is unusual."""
         if any(ask() for ask in must_be_seen.QUESTIONS) or type(input) not in _PLAIN:
             return True
@@ -133,8 +133,8 @@ class _Norm:
             or x.is_nested
             or x.dtype not in _EPS
             or (x.layout is torch.strided and x.dim() in (4, 5) and not x.is_contiguous())
-            or (self._center and not _have_torchs_dtypes(x, weight, bias))  # type: ignore[arg-type]
-            or must_be_seen.transform(x, weight, bias)  # type: ignore[arg-type]
+            or (self._center and (not _have_torchs_dtypes(x, weight, bias) or _records(x, weight, bias)))
+            or must_be_seen.transform(x, weight, bias)
         )
 
     def exchange(self) -> None:
@@ -186,6 +186,11 @@ def _have_torchs_dtypes(x: Tensor, weight: Tensor | None, bias: Tensor | None) -
     return dtype is x.dtype or (dtype is torch.float32 and x.dtype in _NARROW)
 
 
+def _records(*operands: Tensor | None) -> bool:
+    """Whether gradients are recorded, which takes torch's LayerNorm less time than fusednorm's for few rows."""
+    return torch.is_grad_enabled() and requires_grad(*operands)
+
+
 def _rms_code(input, normalized_shape, weight=None, eps=None):  # type: ignore[no-untyped-def]
     return _fusednorm_rms_norm(input, normalized_shape, weight, None, eps)  # type: ignore[name-defined]  # noqa: F821
 
@@ -196,6 +201,7 @@ def _layer_code(input, normalized_shape, weight=None, bias=None, eps=1e-5):  # t
 
 _NORMS = (
     _Norm("rms_norm", norm.rms_norm, False, cast(FunctionType, _rms_code)),
+    _Norm("layer_norm", layer_norm.layer_norm, True, cast(FunctionType, _layer_code)),
 )
 
 
@@ -222,15 +228,17 @@ class Acceleration:
 
 
 def accelerate_torch() -> Acceleration:
-    """Has the ``cpu`` backend compute ``torch.nn.functional.rms_norm`` and ``torch.nn.RMSNorm``, until it is undone.
+    """Has the ``cpu`` backend compute torch's RMS norm and LayerNorm, functions and modules, until it is undone.
 
     >>> fusednorm.accelerate_torch()
     >>> with fusednorm.accelerate_torch():  # for a block of code
     ...     model(x)
 
-    Results are those of :func:`fusednorm.rms_norm` with its default flags, which round where torch rounds: once, from
-    float32. Only the order in which squares are added is another one, so few elements of 16 bits differ, by one unit
-    in the last place (``docs/torch.md``). Gradients are those of :func:`fusednorm.rms_norm` too.
+    The functions are ``rms_norm`` and ``layer_norm`` of ``torch.nn.functional``. Results are those of
+    :func:`fusednorm.rms_norm` and :func:`fusednorm.layer_norm` with their default flags, which round where torch
+    rounds: once, from float32. Sums alone are taken in another order, so few elements of 16 bits differ, by one unit in
+    the last place (``docs/torch.md``). Gradients are those of :func:`fusednorm.rms_norm` too; LayerNorms whose
+    gradients are recorded are torch's.
 
     It holds for the whole process: other threads get the new bits too, so do not call it while they compute. Calls of
     it may be nested or repeated; the last one that is closed undoes it.
@@ -239,16 +247,16 @@ def accelerate_torch() -> Acceleration:
     ``torch.compile``, ``torch.export``, ``torch.jit``, ``torch.func`` (``vmap``, ``grad``, ``jvp``), forward-mode
     differentiation, dispatch modes, subclasses of tensors, other devices (meta tensors among them), sparse, nested and
     complex tensors, channels last, a float64 weight of a narrower input, an eps that is no float, and every call that
-    raises. The profiler shows ``fusednorm::rms_norm``.
+    raises. The profiler shows ``fusednorm::rms_norm`` and ``fusednorm::layer_norm``.
 
-    ``torch.rms_norm`` and ``torch.ops.aten.rms_norm``, called directly or from C++, stay torch's.
+    ``torch.rms_norm``, ``torch.layer_norm`` and their operators, called directly or from C++, stay torch's.
 
     Returns:
         An object that undoes it, by ``close()`` or at the end of a ``with`` block.
 
     Raises:
         BackendError: the ``cpu`` backend cannot be used here, and why.
-        RuntimeError: another library has replaced ``torch.nn.functional.rms_norm``.
+        RuntimeError: another library has replaced one of the functions.
     """
     with _CPU:
         norm.rms_norm(torch.zeros(1, 1))  # opens the fast path, or raises

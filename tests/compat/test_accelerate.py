@@ -1,10 +1,11 @@
-"""fusednorm.accelerate_torch: the calls of torch's RMS norm that it takes, those that torch keeps, and its end."""
+"""fusednorm.accelerate_torch: the calls of torch's norms that it takes, those that torch keeps, and its end."""
 
 import copy
 import functools
 import inspect
 import pickle
 import platform
+import re
 import threading
 import warnings
 from types import FunctionType
@@ -19,12 +20,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fusednorm
 from fusednorm import accelerate
+from fusednorm.compat import functional as compat
 from fusednorm.reference import norm as reference
 
+from compat_bounds import torchs_tests
 from fast_calls import close_fast_path
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 TORCHS = functional.rms_norm.__code__
+LAYER_NORMS = functional.layer_norm.__code__
 EPSILON = {dtype: torch.finfo(torch.promote_types(dtype, torch.float32)).eps for dtype in DTYPES}
 
 
@@ -33,32 +37,30 @@ def calls(monkeypatch):
     """Lets each call of torch's own code be counted."""
     found = []
 
-    def count(*arguments):
-        found.append(arguments)
-        return torchs(*arguments)
+    def counted(own):
+        def count(*arguments):
+            found.append(arguments)
+            return own(*arguments)
+
+        return count
 
     with fusednorm.accelerate_torch():
-        norm = accelerate._NORMS[0]
-        torchs = norm._by_torch
-        monkeypatch.setattr(norm, "_by_torch", count)
+        for norm in accelerate._NORMS:
+            monkeypatch.setattr(norm, "_by_torch", counted(norm._by_torch))
         yield found
         monkeypatch.undo()
     assert functional.rms_norm.__code__ is TORCHS
-
-
-@functools.cache
-def torchs_tests():
-    """What torch's own tests know of the norm: operands, and calls that raise."""
-    pytest.importorskip("expecttest", reason="torch's tests import it; tox installs it")
-    from torch.testing._internal.common_methods_invocations import op_db  # takes seconds
-
-    [found] = [operation for operation in op_db if operation.name == "nn.functional.rms_norm"]
-    return found
+    assert functional.layer_norm.__code__ is LAYER_NORMS
 
 
 def torchs(*arguments, **named):
     """The norm by torch's own code."""
     return FunctionType(TORCHS, vars(functional), "rms_norm", (None, None))(*arguments, **named)
+
+
+def torchs_layer_norm(*arguments, **named):
+    """The LayerNorm by torch's own code."""
+    return FunctionType(LAYER_NORMS, vars(functional), "layer_norm", (None, None, 1e-5))(*arguments, **named)
 
 
 def numbers(*shape, dtype=torch.float32, seed=0):
@@ -80,7 +82,7 @@ def test_torchs_samples(dtype, calls):
     is one step of the dtype, or, of the accumulator type, 20 units. Gradients add no more than the values of one row of
     at most 12 elements (those up to 1000 cancel: the bound is relative to the greatest).
     """
-    for sample in torchs_tests().sample_inputs("cpu", dtype, requires_grad=True):
+    for sample in torchs_tests("rms_norm").sample_inputs("cpu", dtype, requires_grad=True):
         del calls[:]
         x, (shape, *weight) = sample.input, sample.args
         y = functional.rms_norm(x, shape, *weight, **sample.kwargs)
@@ -102,8 +104,26 @@ def test_torchs_samples(dtype, calls):
             torch.testing.assert_close(mine, its, rtol=0, atol=step * max(greatest, 1.0), equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_torchs_samples_of_layer_norm(dtype, calls):
+    """The bits of fusednorm; ``test_compat.py`` says how far from torch's."""
+    for sample in torchs_tests("layer_norm").sample_inputs("cpu", dtype, requires_grad=False):
+        x, (shape, *affine) = sample.input, sample.args
+        y = functional.layer_norm(x, shape, *affine, **sample.kwargs)
+        if x.numel():
+            assert not calls
+            with fusednorm.use_backend("cpu"):
+                same(y, compat.layer_norm(x, shape, *affine, **sample.kwargs))
+    with torch.no_grad():
+        functional.layer_norm(x.requires_grad_(), shape)
+    assert len(calls) == 0
+    expected = torchs_layer_norm(x, shape)
+    same(functional.layer_norm(x, shape), expected)  # whose gradient is recorded
+    assert len(calls) == 1
+
+
 def test_torchs_errors(calls):
-    errors = list(torchs_tests().error_inputs("cpu"))
+    errors = list(torchs_tests("rms_norm").error_inputs("cpu"))
     for error in errors:
         sample = error.sample_input
         with pytest.raises(error.error_type, match=error.error_regex) as found:
@@ -179,6 +199,68 @@ def test_other_errors(arguments, calls):
             results.append((type(error), str(error)))
     assert results[0] == results[1]
     assert len(calls) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*[Mm]ixed dtype")
+@pytest.mark.parametrize("x", DTYPES, ids=str)
+@pytest.mark.parametrize("w", [None, *DTYPES], ids=str)
+@pytest.mark.parametrize("b", [None, *DTYPES], ids=str)
+def test_layer_norms_dtypes(x, w, b, calls):
+    """torch takes few mixtures, and raises for the others; with its errors here too."""
+    row, weight, bias = X.to(x), None if w is None else W.to(w), None if b is None else W.to(b)
+    try:
+        expected = torchs_layer_norm(row, (8,), weight, bias)
+    except RuntimeError as error:
+        with pytest.raises(RuntimeError, match=re.escape(str(error))):
+            functional.layer_norm(row, (8,), weight, bias)
+        assert calls
+        return
+    y = functional.layer_norm(row, (8,), weight, bias)
+    assert (y.dtype, y.shape, calls) == (expected.dtype, expected.shape, [])
+    with fusednorm.use_backend("cpu"):
+        same(y, fusednorm.layer_norm(row, weight, bias))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (X, 8),
+        (X, (8,), W, W[:4]),
+        (X, (8,), W, numbers(3, 8)),
+        (X, (8,), W, 1.0),
+        (X, (8,), None, None, None),
+        (X, (8,), None, None, 1),
+        (channels_last(), (8,)),
+        (X.to(torch.complex64), (8,)),
+        (X.to("meta"), (8,)),
+    ],
+)
+def test_layer_norms_left_to_torch(arguments, calls):
+    results = []
+    for norm in (torchs_layer_norm, functional.layer_norm):
+        try:
+            results.append(norm(*arguments))
+        except (TypeError, RuntimeError) as error:
+            results.append(error)
+    assert type(results[0]) is type(results[1])
+    assert calls
+    if not isinstance(results[0], Exception):
+        assert (results[0].dtype, results[0].stride()) == (results[1].dtype, results[1].stride())
+    else:
+        assert str(results[0]) == str(results[1])
+
+
+@pytest.mark.parametrize("x", [X, numbers(8, 3).t(), numbers(2, 3, 8).permute(1, 0, 2), numbers(0, 8), numbers(8)])
+def test_layer_norms_taken_over(x, calls):
+    """In memory as torch lays it out; and by torch's module."""
+    module = torch.nn.LayerNorm(8)
+    with torch.no_grad():
+        y = module(x)
+    with fusednorm.use_backend("cpu"), torch.no_grad():
+        assert torch.equal(y, fusednorm.layer_norm(x, module.weight, module.bias))
+    assert y.stride() == torchs_layer_norm(x, (8,)).stride()
+    assert torch.equal(y, functional.layer_norm(x, [8]))
+    assert not calls
 
 
 class Wrapper(torch.Tensor):
@@ -379,6 +461,11 @@ def test_transforms_and_graphs():
     """torch's own operators, with torch's bits: under torch.func, with tangents, and in every kind of graph."""
     with fusednorm.accelerate_torch():
         transforms_and_graphs()
+        graphs = []
+        norm = torch.compile(torch.nn.LayerNorm(8), backend=lambda graph, _: graphs.append(graph) or graph.forward)
+        same(norm(X), torchs_layer_norm(X, (8,), torch.ones(8), torch.zeros(8)))
+        assert "layer_norm" in str(graphs[0].graph)
+        same(torch.vmap(lambda x: functional.layer_norm(x, (8,)))(X), torchs_layer_norm(X, (8,)))
 
 
 def transforms_and_graphs():
@@ -452,17 +539,19 @@ def test_other_threads(calls):
         thread.start()
         thread.join()
         same(found[0], functional.rms_norm(X, (8,), W))
-        backend = functional.rms_norm(X, (8,), torch.nn.Parameter(W)).grad_fn.backend
+        backend, _ = functional.rms_norm(X, (8,), torch.nn.Parameter(W)).grad_fn.backend
     assert backend is fusednorm.engine.choose.load("cpu")
     assert not calls
 
 
-def test_another_library_was_first(monkeypatch):
-    monkeypatch.setattr(functional, "rms_norm", lambda input, normalized_shape, weight=None, eps=None: input)
-    with pytest.raises(RuntimeError, match=r"rms_norm must be torch's own, got <function .*undo the change"):
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+def test_another_library_was_first(name, monkeypatch):
+    monkeypatch.setattr(functional, name, lambda input, normalized_shape, weight=None, eps=None: input)
+    with pytest.raises(RuntimeError, match=name + r" must be torch's own, got <function .*undo the change"):
         fusednorm.accelerate_torch()
     monkeypatch.undo()
     assert functional.rms_norm.__code__ is TORCHS
+    assert functional.layer_norm.__code__ is LAYER_NORMS
     assert not accelerate._open
 
 
