@@ -119,9 +119,10 @@ def _check(model: object) -> None:
 def patch(model: torch.nn.Module, *, activations: bool = True) -> Report:
     """Lets fusednorm compute the steps between a model's matrix products, with the model's own rounding.
 
-    Those are RMS norms, with gates or without, additions around them, the rotation of q and k, and the activation and
-    product of an MLP or of experts. A module that computes something else, or rounds where no flag does, does not
-    change. Calls with unexpected inputs or arguments run the module's own code. A second patch changes nothing.
+    Those are RMS norms, with gates or without, LayerNorms, additions around them, the rotation of q and k, and the
+    activation and product of an MLP or of experts. A module that computes something else, or rounds where no flag does,
+    does not change. Calls with unexpected inputs or arguments run the module's own code. A second patch changes
+    nothing.
 
     Args:
         model: any module, of Hugging Face's transformers or not.
@@ -193,7 +194,7 @@ def _may_be_norm(module: torch.nn.Module) -> bool:
         return False
     parameters = dict(module.named_parameters())
     return "norm" in type(module).__name__.lower() or (
-        list(parameters) == ["weight"] and parameters["weight"].dim() == 1
+        list(parameters) in (["weight"], ["weight", "bias"]) and all(one.dim() == 1 for one in parameters.values())
     )
 
 

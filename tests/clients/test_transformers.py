@@ -303,7 +303,7 @@ def test_layer_by_hand():
     for kept in (Other, Twice):
         with pytest.raises(LeftAloneError, match="no addition"):
             layers.rewritten(kept, names)
-    assert (layers.first_norm(Layer), layers.first_norm(Kept)) == ("first", None)
+    assert (layers.first_norm(Layer), layers.first_norm(Kept), layers.first_norm(Other)) == ("first", "work", "work")
 
 
 class Sandwich(torch.nn.Module):
@@ -383,7 +383,7 @@ class Llamas(torch.nn.Module):
     def forward(self, x):
         h = x.to(torch.float32)
         if self.change == "mean":
-            h = h - h.mean(-1, keepdim=True)
+            h = h - h.mean(0, keepdim=True)
         power = 4 if self.change == "power" else 2
         squares = h.pow(power).mean(0 if self.change == "rows" else -1, keepdim=True)
         root = torch.rsqrt(squares) if self.change == "eps" else torch.rsqrt(squares + self.epsilon)
@@ -437,12 +437,12 @@ def test_report_is_returned_and_logged(caplog, capfd):
     assert capfd.readouterr().out == ""
 
 
-def test_a_model_without_an_rms_norm(caplog):
-    model = transformers.GPT2Model(transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=VOCABULARY))
+def test_a_model_without_a_norm_that_can_be_replaced(caplog):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.GroupNorm(2, 8))
     caplog.clear()
     report = fusednorm.transformers.patch(model)
     assert str(report).endswith("nothing in this model that fusednorm could replace: nothing was changed")
-    assert "LayerNorm    5  left alone: it has more than a weight: weight, bias" in str(report)
+    assert "BatchNorm1d    1  left alone: it has more than a weight and a bias: weight, bias, run" in str(report)
     (record,) = caplog.records
     assert (record.levelname, record.getMessage()) == ("WARNING", str(report))
 
