@@ -40,8 +40,8 @@ TWO_STACKS = {
 WHISPER = {"num_mel_bins": 8, "max_source_positions": 50, "max_target_positions": 50}
 
 #: Configuration class, its arguments beside SMALL, norms of the model, additions fused, and of these across layers; and
-#: calls beyond those counted: positions that are broadcast are the model's to add, and where one branch of an ``if`` has
-#: more additions, these are not counted.
+#: calls beyond those counted: positions that are broadcast are the model's to add, and of the branches of an ``if`` the
+#: one with fewer additions counts.
 FAMILIES = {
     "BERT": ("BertConfig", {}, 7, 7, 0, -1),
     "RoBERTa": ("RobertaConfig", {}, 7, 7, 0, 0),
