@@ -2,23 +2,27 @@
 
 Each model has random weights and is built from its configuration: nothing is downloaded. First the answers: logits,
 hidden states and 64 greedy tokens with and without the patch, and one training step; then times, alternating in one
-process. ``--profile`` says where the time of one token goes. ``--all`` looks at every kind of causal language model
-that transformers can build small, and only at logits.
+process. ``--profile`` says where the time of one token goes, ``--encoders`` where that of a call of a model with
+LayerNorms goes. ``--all`` looks at every kind of causal language model that transformers can build small, and only at
+logits.
 
     python -P benchmarks/transformers_models.py
     python -P benchmarks/transformers_models.py --all
     python -P benchmarks/transformers_models.py --profile
+    python -P benchmarks/transformers_models.py --encoders
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import signal
 import statistics
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -67,6 +71,15 @@ TINY = {
     "max_position_embeddings": 256,
     "pad_token_id": 0,
 }
+ENCODER = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 12,
+    "pad_token_id": 0,
+}
+ENCODERS = ["bert", "modernbert", "vit"]
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "deepseek_v3"]
 
 
@@ -176,9 +189,29 @@ def times(kind: str, rounds: int) -> dict[str, tuple[float, float]]:
     return {name: (statistics.median(without), statistics.median(with_)) for name, (without, with_) in measured.items()}
 
 
-def profile(kind: str, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of one token after 128 without and with the patch: in all, in matrix products, in attention."""
+def one_token(kind: str) -> tuple[Any, Callable[[], Callable[[], Any]]]:
+    """A model, and what prepares a call of one token after 128."""
     model = build(kind, SHAPE, torch.bfloat16)
+
+    def prepare() -> Callable[[], Any]:
+        cache = model(tokens(1, 128), use_cache=True).past_key_values
+        return lambda: model(tokens(1, 1), past_key_values=cache, use_cache=True)
+
+    return model, prepare
+
+
+def encoder(kind: str, dtype: torch.dtype, rows: int) -> tuple[Any, Callable[[], Callable[[], Any]]]:
+    """A model with LayerNorms, and what prepares a call of that many tokens, or of an image of as many patches."""
+    torch.manual_seed(0)
+    model = transformers.AutoModel.from_config(configuration(kind, ENCODER), dtype=dtype).eval()
+    inputs = (
+        {"pixel_values": torch.randn(1, 3, 224, 224).to(dtype)} if kind == "vit" else {"input_ids": tokens(1, rows)}
+    )
+    return model, lambda: lambda: model(**inputs)
+
+
+def profile(model: Any, prepare: Callable[[], Callable[[], Any]], rounds: int, calls: int) -> dict[str, list[float]]:
+    """Milliseconds of a call without and with the patch: in all, in matrix products, in attention."""
     spent = dict.fromkeys(("linear", "scaled_dot_product_attention"), 0.0)
     functions = {name: getattr(torch.nn.functional, name) for name in spent}
 
@@ -195,13 +228,13 @@ def profile(kind: str, rounds: int) -> dict[str, list[float]]:
     with torch.no_grad():
         for turn in range(2 * rounds):
             (fusednorm.transformers.patch if turn % 2 else fusednorm.transformers.unpatch)(model)
-            cache = model(tokens(1, 128), use_cache=True).past_key_values
-            for count in range(40):
+            call = prepare()
+            for count in range(calls):
                 for name in spent:
                     spent[name] = 0.0
                     setattr(torch.nn.functional, name, timed(name) if count % 2 else functions[name])
                 begin = time.perf_counter()
-                model(tokens(1, 1), past_key_values=cache, use_cache=True)
+                call()
                 took = {"all": time.perf_counter() - begin} if count % 2 == 0 else spent
                 for name, seconds in took.items():
                     least[name][turn % 2] = min(least[name][turn % 2], seconds * 1e3)
@@ -273,6 +306,7 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", default=FAMILIES)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--encoders", action="store_true")
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
@@ -282,11 +316,15 @@ def main() -> None:
     if arguments.all:
         every_kind()
         return
-    if arguments.profile:
-        print("| Family | Token, ms | Matrix products | Attention | All else | If all else took no time |")
+    if arguments.profile or arguments.encoders:
+        print("| Family | Call, ms | Matrix products | Attention | All else | If all else took no time |")
         print("|---" * 6 + "|")
-        for kind in arguments.families:
-            found = profile(kind, arguments.rounds)
+        measured = [(kind, one_token(kind), 40) for kind in arguments.families if arguments.profile]
+        for kind, dtype, rows in itertools.product(ENCODERS, (torch.float32, torch.bfloat16), (16, 128)):
+            if arguments.encoders and (kind, rows) != ("vit", 16):
+                measured.append((f"{kind}, {str(dtype)[6:]}, {rows}", encoder(kind, dtype, rows), 8))
+        for kind, (model, prepare), calls in measured:
+            found = profile(model, prepare, arguments.rounds, calls)
             least = {name: min(both) for name, both in found.items()}
             (before, after), products, attention = found["all"], least["linear"], least["scaled_dot_product_attention"]
             kernels = products + attention
