@@ -1,4 +1,4 @@
-"""``fla.modules``: gated norms, ``swiglu``, ``l2norm`` and rotations, in float32, rounded once, as its Triton kernels.
+"""``fla.modules``: norms, gates and rotations, in float32, rounded once, as its Triton kernels do.
 
 Its gated norms multiply the row by the gate g, and then by its sigmoid, where fusednorm multiplies it by ``silu(g)``:
 the last bit of float32 may differ. The exponential is fusednorm's (docs/spec.md, section 10).
@@ -16,6 +16,8 @@ from fusednorm.calls.checks import refuse_type
 from fusednorm.compat import unrounded
 from fusednorm.operations.gate import gate, silu_and_mul
 from fusednorm.operations.l2 import l2_norm
+from fusednorm.operations.layer_norm import fused_add_layer_norm
+from fusednorm.operations.layer_norm import layer_norm as one_layer_norm
 from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
 from fusednorm.operations.norm_gated import rms_norm_gated as norm_gated
 from fusednorm.operations.rotate import qk_norm_rope, rotate
@@ -89,6 +91,38 @@ def _at_offsets(
     return {"cos": cos, "sin": sin, "positions": positions.masked_fill(outside, len(cos) - 1)}
 
 
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    eps: float = 1e-5,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    is_rms_norm: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Adds the residual if there is one, and layer-normalises the unrounded sum: :func:`fusednorm.layer_norm`.
+
+    With ``is_rms_norm`` it is :func:`fusednorm.rms_norm`. ``prenorm`` and ``residual_in_fp32`` are as those of
+    :func:`rms_norm_gated`.
+    """
+    if not isinstance(x, Tensor):
+        refuse_type("x", x)
+    total = x
+    if residual is not None:
+        add_norm = fused_add_rms_norm if is_rms_norm else fused_add_layer_norm
+        y, total = add_norm(x, residual, weight, bias=bias, eps=eps, round_sum=False)
+    else:
+        norm = rms_norm if is_rms_norm else one_layer_norm
+        y = norm(x, weight, bias=bias, eps=eps)
+    return (y, _kept(total, residual, residual_in_fp32)) if prenorm else y
+
+
+def _kept(total: Tensor, residual: Tensor | None, residual_in_fp32: bool) -> Tensor:
+    """The sum, or x, that a call with ``prenorm`` returns."""
+    return total.to(accumulator(total.dtype)) if residual is None and residual_in_fp32 else total
+
+
 def rms_norm_gated(
     x: Tensor,
     g: Tensor,
@@ -121,9 +155,7 @@ def rms_norm_gated(
         else:
             y, total = fused_add_rms_norm(x, residual, weight, eps, bias=bias, round_sum=False, out_dtype=wide)
         y = gate(y, g, activation=function, out_dtype=x.dtype)
-    if not prenorm:
-        return y
-    return y, total.to(wide) if residual is None and residual_in_fp32 else total
+    return (y, _kept(total, residual, residual_in_fp32)) if prenorm else y
 
 
 class FusedRMSNormGated(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""Liger Kernel's RMS norms and gates, with their gradients: functions, ``apply``, and modules with the same state_dict.
+"""Liger Kernel's RMS norms, LayerNorm and gates, with gradients: functions, ``apply``, modules with the same state_dict.
 
 ``casting_mode`` chooses the rounding: "llama" (0) rounds before the multiplication by the weight, "gemma" (1) rounds
 only the result. "none" (-1) computes even the mean of squares in X's dtype. No flags reproduce that, so it raises
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fusednorm.calls.checks import check_one_row
 from fusednorm.operations import gate, norm
+from fusednorm.operations.layer_norm import layer_norm
 
 _ROUND_NORM: dict[str | int, bool] = {"llama": True, "gemma": False, 0: True, 1: False}
 
@@ -62,6 +63,12 @@ def liger_fused_add_rms_norm(
     return norm.fused_add_rms_norm(X, R, W, eps, weight_offset=offset, round_norm=_round_norm(casting_mode))
 
 
+def liger_layer_norm(X: Tensor, W: Tensor, B: Tensor, eps: float) -> Tensor:
+    """Layer-normalises the last dimension: :func:`fusednorm.layer_norm`."""
+    check_one_row("W", W)
+    return layer_norm(X, W, B, eps)
+
+
 def liger_swiglu(a: Tensor, b: Tensor) -> Tensor:
     """``silu(a) * b``: :func:`fusednorm.silu_and_mul`."""
     return gate.silu_and_mul(a, b)
@@ -70,6 +77,12 @@ def liger_swiglu(a: Tensor, b: Tensor) -> Tensor:
 def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
     """``gelu(a, approximate="tanh") * b``: :func:`fusednorm.gelu_tanh_and_mul`."""
     return gate.gelu_tanh_and_mul(a, b)
+
+
+class LigerLayerNormFunction:
+    """Has Liger's ``apply``, but is no ``torch.autograd.Function``: fusednorm has its own."""
+
+    apply = staticmethod(liger_layer_norm)
 
 
 class LigerSiLUMulFunction:

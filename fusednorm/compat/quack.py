@@ -1,4 +1,4 @@
-"""quack's RMS norm, with its gradients: ``quack.rmsnorm`` and ``quack.rmsnorm.QuackRMSNorm``.
+"""quack's norms, with gradients: ``quack.rmsnorm``, and ``QuackRMSNorm`` and ``layernorm_fwd`` of ``quack.rmsnorm``.
 
 quack normalises the sum as it was before it is rounded for the caller: ``round_sum=False``. Its rstd
 comes from ``rsqrt.approx``, whose bits no other device has: fusednorm has the bits of its own specification.
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from fusednorm.operations import norm
+from fusednorm.operations.layer_norm import layer_norm
 
-__all__ = ["QuackRMSNorm", "rmsnorm"]
+__all__ = ["QuackRMSNorm", "layernorm_fwd", "rmsnorm"]
 
 
 def rmsnorm(
@@ -41,6 +42,27 @@ def rmsnorm(
         flags |= {"round_sum": False, "residual_dtype": residual_dtype}
         y, total = norm.fused_add_rms_norm(x, residual, weight, eps, **flags)
     return (y, total) if prenorm else y
+
+
+def layernorm_fwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+    return_rstd: bool = False,
+    return_mean: bool = False,
+) -> Tensor:
+    """Layer-normalises x: :func:`fusednorm.layer_norm`.
+
+    Raises:
+        ValueError: ``return_rstd`` or ``return_mean``, which fusednorm's functions do not return.
+    """
+    if return_rstd or return_mean:
+        raise ValueError(
+            "return_rstd and return_mean must be False: fusednorm keeps them for its gradients; compute them by "
+            "torch.var_mean(x, -1, correction=0)"
+        )
+    return layer_norm(x, weight, bias, eps)
 
 
 class QuackRMSNorm(torch.nn.RMSNorm):

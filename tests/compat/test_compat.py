@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import fusednorm
-from fusednorm import fused_add_rms_norm, layer_norm, rms_norm
-from fusednorm.compat import flag_gems, flashinfer, functional, liger, quack, sgl_kernel, vllm
+from fusednorm import fused_add_layer_norm, fused_add_rms_norm, layer_norm, rms_norm
+from fusednorm.compat import fla, flag_gems, flashinfer, functional, liger, quack, sgl_kernel, vllm
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, dtype_name, operands
 
 from compat_bounds import agree, disagree, fp8, layer_norm_bound, same, same_bytes, torchs_tests
@@ -490,6 +490,40 @@ def test_torchs_samples_of_layer_norm(dtype):
 
 
 @dtypes
+def test_layer_norms_of_peers(dtype):
+    """The bits of fusednorm's, and the values of the formulas in FLA's and quack's tests: torch's norm of float32."""
+    x, residual, weight = of(dtype, 128, 256)
+    bias = of(dtype, seed=1, hidden=256)[2]
+    wide = [t.float() for t in (x, residual, weight, bias)]
+
+    def within(y, rows, bias):
+        expected = torch.nn.functional.layer_norm(rows, (256,), wide[2], bias, EPS)
+        bound = layer_norm_bound(rows, weight, bias, EPS, y) + torch.finfo(dtype).eps * y.double().abs()
+        assert ((y.double() - expected.double()).abs() <= bound).all()
+
+    expected = layer_norm(x, weight, bias, EPS)
+    for y in (
+        liger.liger_layer_norm(x, weight, bias, EPS),
+        liger.LigerLayerNormFunction.apply(x, weight, bias, EPS),
+        quack.layernorm_fwd(x, weight, bias, EPS),
+        fla.layer_norm(x, weight, bias),
+        fla.layer_norm(x, weight, bias, eps=EPS, prenorm=True)[0],
+    ):
+        same(y, expected)
+    within(expected, wide[0], wide[3])
+    same(quack.layernorm_fwd(x, weight), layer_norm(x, weight, None, 1e-6))
+    y, total = fla.layer_norm(x, weight, None, residual, EPS, True)
+    same(y, fused_add_layer_norm(x, residual, weight, None, EPS, round_sum=False)[0])
+    same(total, x + residual)
+    within(y, wide[0] + wide[1], None)
+    same(
+        fla.layer_norm(x, weight, bias, residual, 1e-6, is_rms_norm=True),
+        fused_add_rms_norm(x, residual, weight, bias=bias, round_sum=False)[0],
+    )
+    same(fla.layer_norm(x, weight, bias, prenorm=True, residual_in_fp32=True)[1], wide[0])
+
+
+@dtypes
 @pytest.mark.parametrize("heads", [False, True], ids=["rows", "heads"])
 def test_quack(dtype, heads):
     """Values and gradients, with and without each operand, and both shapes of weights."""
@@ -606,6 +640,8 @@ ERRORS = {
         (lambda: liger.LigerRMSNorm(4, casting_mode="none"), "'none' takes"),
         (lambda: liger.LigerFusedAddRMSNorm(4, casting_mode="none"), "'none' takes"),
         (lambda: liger.LigerRMSNorm(4, init_fn="one"), "init_fn must be 'ones' or 'zeros', got 'one'"),
+        (lambda: liger.liger_layer_norm(X, W.expand(3, 4), W, EPS), "W must have one dimension"),
+        (lambda: quack.layernorm_fwd(X, W, return_mean=True), "torch.var_mean(x, -1, correction=0)"),
         (lambda: flag_gems.rms_norm(X, (4,), W.expand(3, 4)), "weight must have the normalized_shape [4]"),
         (lambda: flag_gems.fused_add_rms_norm(X, X + 1, (4,), W.expand(3, 4)), "must have the normalized_shape [4]"),
         (lambda: flag_gems.rms_norm(X, (3,), W), "x must end in the dimensions [3]"),
@@ -617,6 +653,7 @@ ERRORS = {
         (lambda: vllm.rms_norm_dynamic_per_token_quant(X, W, EPS, FP8, 0.5), "scale_ub must be a torch.Ten"),
         (lambda: vllm.scaled_fp8_quant(X[0], None, None, W[:1] * torch.nan, True), "scale_ub must be a number, got n"),
         (lambda: flashinfer.rmsnorm_quant(None, X, W, 1.0), "out must be a torch.Tensor, got NoneType"),
+        (lambda: fla.layer_norm(None, W, W), "x must be a torch.Tensor, got NoneType"),
         (lambda: functional.rms_norm(X.to(torch.complex64), (4,)), "call torch.nn.functional.rms_norm"),
         (lambda: functional.layer_norm(X.to(torch.complex64), (4,)), "call torch.nn.functional.layer_norm"),
         (lambda: functional.rms_norm(X, 4), "normalized_shape must be a list or tuple of ints, got 4"),
