@@ -1,4 +1,4 @@
-"""Liger Kernel's RMS norms, LayerNorm and gates, with gradients: functions, ``apply``, modules with the same state_dict.
+"""Liger Kernel's norms and gates, with gradients: functions, ``apply``, and modules with the same state_dict.
 
 ``casting_mode`` chooses the rounding: "llama" (0) rounds before the multiplication by the weight, "gemma" (1) rounds
 only the result. "none" (-1) computes even the mean of squares in X's dtype. No flags reproduce that, so it raises

@@ -17,7 +17,7 @@ from fusednorm.operations.two_norms import rms_norm_add, rms_norm_add_rms_norm
 from fusednorm.transformers.layers import Rewritten, evaluated, rewritten
 from fusednorm.transformers.norms import Form, Forms, form_of
 from fusednorm.transformers.reads import Reads
-from fusednorm.transformers.replacing import Patched, bare
+from fusednorm.transformers.replacing import Patched, bare, parameter
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def _added(
     norm: torch.nn.Module, x: Tensor, residual: Tensor, first: torch.nn.Module | None, x_scale: Any
 ) -> tuple[Tensor, Tensor] | None:
     """One call for the addition and the norms around it; None where that would compute something else."""
-    form, weight = _form_beside(norm, x, residual), getattr(norm, "weight", None)
+    form, weight = _form_beside(norm, x, residual), parameter(norm, "weight")
     if form is None or (first is None and type(x_scale) not in (float, int)):
         return None
     if form.center:
@@ -220,8 +220,8 @@ def _added(
 
 def _affine(norm: torch.nn.Module, form: Form) -> tuple[Any, Any]:
     """The weight and the bias of a LayerNorm."""
-    weight = getattr(norm, "weight", None)
-    return (weight + form.added if form.added else weight), getattr(norm, "bias", None)
+    weight = parameter(norm, "weight")
+    return (weight + form.added if form.added else weight), parameter(norm, "bias")
 
 
 def _form_beside(norm: torch.nn.Module, x: Tensor, residual: Tensor) -> Form | None:
@@ -233,7 +233,7 @@ def _form_beside(norm: torch.nn.Module, x: Tensor, residual: Tensor) -> Form | N
         return None
     if x.dtype != residual.dtype or x.shape != residual.shape or x.device != residual.device:
         return None
-    weight = getattr(norm, "weight", None)
+    weight = parameter(norm, "weight")
     return norm._form(x) if weight is None or weight.device == x.device else None
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, dtype, fx
 
 from fusednorm.transformers.reads import LeftAloneError, Reads, traced
+from fusednorm.transformers.replacing import parameter
 
 aten = torch.ops.aten
 
@@ -63,14 +64,14 @@ Forms = dict[tuple[dtype, dtype | None], Form]
 
 def form_of(found: Forms, x: Tensor, module: torch.nn.Module) -> Form | None:
     """The form of a module that holds for such an input."""
-    weight = getattr(module, "weight", None)
+    weight = parameter(module, "weight")
     form = found.get((x.dtype, None if weight is None else weight.dtype))
     if form is None or form.dims not in (None, x.dim()):
         return None
     if form.center:
         if torch.is_autocast_enabled(x.device.type):  # torch's LayerNorm may convert its operands
             return None
-        bias = getattr(module, "bias", None)
+        bias = parameter(module, "bias")
         if bias is not None and (weight is None or bias.dtype != weight.dtype):
             return None
     return form if form.length is None or x.shape[-1:] == (form.length,) else None

@@ -48,6 +48,14 @@ class Patched(torch.nn.Module):
         return {}
 
 
+def parameter(module: torch.nn.Module, name: str) -> Any:
+    """A module's parameter, or its attribute of this name; None without either.
+
+    Modules find their parameters only after a search of all else, which takes longer than a norm of few rows.
+    """
+    return module._parameters[name] if name in module._parameters else getattr(module, name, None)
+
+
 def bare(module: torch.nn.Module) -> bool:
     """Whether a call of the module only calls its forward pass."""
     return not (
