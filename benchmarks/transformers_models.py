@@ -2,9 +2,9 @@
 
 Each model has random weights and is built from its configuration: nothing is downloaded. First the answers: logits,
 hidden states and 64 greedy tokens with and without the patch, and one training step; then times, alternating in one
-process. ``--profile`` says where the time of one token goes, ``--encoders`` where that of a call of a model with
-LayerNorms goes. ``--all`` looks at every kind of causal language model that transformers can build small, and only at
-logits.
+process. ``--profile`` says where the time of one token goes. ``--encoders`` takes models with LayerNorms, and also
+leaves out what takes most of their time. ``--all`` looks at every kind of causal language model that transformers can
+build small, and only at logits.
 
     python -P benchmarks/transformers_models.py
     python -P benchmarks/transformers_models.py --all
@@ -22,7 +22,6 @@ import statistics
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -79,7 +78,6 @@ ENCODER = {
     "num_attention_heads": 12,
     "pad_token_id": 0,
 }
-ENCODERS = ["bert", "modernbert", "vit"]
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "deepseek_v3"]
 
 
@@ -189,29 +187,9 @@ def times(kind: str, rounds: int) -> dict[str, tuple[float, float]]:
     return {name: (statistics.median(without), statistics.median(with_)) for name, (without, with_) in measured.items()}
 
 
-def one_token(kind: str) -> tuple[Any, Callable[[], Callable[[], Any]]]:
-    """A model, and what prepares a call of one token after 128."""
+def profile(kind: str, rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of one token after 128 without and with the patch: in all, in matrix products, in attention."""
     model = build(kind, SHAPE, torch.bfloat16)
-
-    def prepare() -> Callable[[], Any]:
-        cache = model(tokens(1, 128), use_cache=True).past_key_values
-        return lambda: model(tokens(1, 1), past_key_values=cache, use_cache=True)
-
-    return model, prepare
-
-
-def encoder(kind: str, dtype: torch.dtype, rows: int) -> tuple[Any, Callable[[], Callable[[], Any]]]:
-    """A model with LayerNorms, and what prepares a call of that many tokens, or of an image of as many patches."""
-    torch.manual_seed(0)
-    model = transformers.AutoModel.from_config(configuration(kind, ENCODER), dtype=dtype).eval()
-    inputs = (
-        {"pixel_values": torch.randn(1, 3, 224, 224).to(dtype)} if kind == "vit" else {"input_ids": tokens(1, rows)}
-    )
-    return model, lambda: lambda: model(**inputs)
-
-
-def profile(model: Any, prepare: Callable[[], Callable[[], Any]], rounds: int, calls: int) -> dict[str, list[float]]:
-    """Milliseconds of a call without and with the patch: in all, in matrix products, in attention."""
     spent = dict.fromkeys(("linear", "scaled_dot_product_attention"), 0.0)
     functions = {name: getattr(torch.nn.functional, name) for name in spent}
 
@@ -228,16 +206,48 @@ def profile(model: Any, prepare: Callable[[], Callable[[], Any]], rounds: int, c
     with torch.no_grad():
         for turn in range(2 * rounds):
             (fusednorm.transformers.patch if turn % 2 else fusednorm.transformers.unpatch)(model)
-            call = prepare()
-            for count in range(calls):
+            cache = model(tokens(1, 128), use_cache=True).past_key_values
+            for count in range(40):
                 for name in spent:
                     spent[name] = 0.0
                     setattr(torch.nn.functional, name, timed(name) if count % 2 else functions[name])
                 begin = time.perf_counter()
-                call()
+                model(tokens(1, 1), past_key_values=cache, use_cache=True)
                 took = {"all": time.perf_counter() - begin} if count % 2 == 0 else spent
                 for name, seconds in took.items():
                     least[name][turn % 2] = min(least[name][turn % 2], seconds * 1e3)
+    return least
+
+
+def encoder(kind: str, dtype: torch.dtype, rows: int, rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of that many tokens without and with the patch: of the model, and without products and attention.
+
+    These are then results of before, which leaves additions, norms, activations, and the time of Python.
+    """
+    torch.manual_seed(0)
+    model = transformers.AutoModel.from_config(configuration(kind, ENCODER), dtype=dtype).eval()
+    kept: dict[Any, torch.Tensor] = {}
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
+        key = *x.shape[:-1], weight.shape[0]
+        return kept[key] if key in kept else kept.setdefault(key, torch.randn(key).to(dtype))
+
+    own = {name: getattr(torch.nn.functional, name) for name in ("linear", "scaled_dot_product_attention")}
+    without = {"linear": linear, "scaled_dot_product_attention": lambda q, k, v, **_: v}
+    least = {"all": [math.inf, math.inf], "without products": [math.inf, math.inf]}
+    with torch.no_grad():
+        for turn in range(2 * rounds):
+            if turn % 2:
+                fusednorm.transformers.patch(model, activations=False)
+            else:
+                fusednorm.transformers.unpatch(model)
+            for name, functions in (("all", own), ("without products", without)):
+                vars(torch.nn.functional).update(functions)
+                for _ in range(8):
+                    begin = time.perf_counter()
+                    model(tokens(1, rows))
+                    least[name][turn % 2] = min(least[name][turn % 2], (time.perf_counter() - begin) * 1e3)
+    vars(torch.nn.functional).update(own)
     return least
 
 
@@ -316,15 +326,19 @@ def main() -> None:
     if arguments.all:
         every_kind()
         return
-    if arguments.profile or arguments.encoders:
-        print("| Family | Call, ms | Matrix products | Attention | All else | If all else took no time |")
+    if arguments.encoders:
+        print("| Model | Dtype | Tokens | Call, ms | Without products and attention |\n" + "|---" * 5 + "|")
+        for kind, dtype in itertools.product(("bert", "modernbert"), (torch.float32, torch.bfloat16)):
+            for rows in (1, 16, 128):
+                found = encoder(kind, dtype, rows, arguments.rounds).values()
+                both = (f"{before:.2f} -> {after:.2f} ({before / after:.2f}x)" for before, after in found)
+                print(f"| {kind} | {str(dtype)[6:]} | {rows} | {' | '.join(both)} |", flush=True)
+        return
+    if arguments.profile:
+        print("| Family | Token, ms | Matrix products | Attention | All else | If all else took no time |")
         print("|---" * 6 + "|")
-        measured = [(kind, one_token(kind), 40) for kind in arguments.families if arguments.profile]
-        for kind, dtype, rows in itertools.product(ENCODERS, (torch.float32, torch.bfloat16), (16, 128)):
-            if arguments.encoders and (kind, rows) != ("vit", 16):
-                measured.append((f"{kind}, {str(dtype)[6:]}, {rows}", encoder(kind, dtype, rows), 8))
-        for kind, (model, prepare), calls in measured:
-            found = profile(model, prepare, arguments.rounds, calls)
+        for kind in arguments.families:
+            found = profile(kind, arguments.rounds)
             least = {name: min(both) for name, both in found.items()}
             (before, after), products, attention = found["all"], least["linear"], least["scaled_dot_product_attention"]
             kernels = products + attention
