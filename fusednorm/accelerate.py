@@ -56,9 +56,9 @@ class _Norm:
         code: in place of torch's.
     """
 
-    _changed: FunctionType
-    _torchs: Any  # its own code
-    _by_torch: Callable[..., Any]  # the same, with a bias for an RMS norm too
+    _changed: Any  # torch's function
+    _torchs: Any  # one of its own code
+    _by_torch: Any  # the same, with a bias for an RMS norm too
 
     def __init__(self, name: str, function: Callable[..., Any], center: bool, code: FunctionType) -> None:
         self._name, self._function, self._center, self._code = name, function, center, code
@@ -75,7 +75,7 @@ class _Norm:
     ) -> Tensor:
         """The norm, by the fast path if that takes the call."""
         if is_dynamo_compiling() or has_torch_function_variadic(input, weight, bias) or _is_tracing():
-            return self._by_torch(input, normalized_shape, weight, bias, eps)
+            return self._by_torch(input, normalized_shape, weight, bias, eps)  # type: ignore[no-any-return]
         # C looks at all else: other types, the dtypes, devices, modes, gradients.
         if type(input) is Tensor and type(weight) in _OPERANDS and type(bias) in _OPERANDS:
             row = weight.shape if weight is not None else () if input.is_nested else input.shape[-1:]
@@ -104,14 +104,14 @@ class _Norm:
     ) -> Tensor:
         """The norm by fusednorm's function, or by torch."""
         if self._is_torchs(input, normalized_shape, weight, bias, eps):
-            return self._by_torch(input, normalized_shape, weight, bias, eps)
+            return self._by_torch(input, normalized_shape, weight, bias, eps)  # type: ignore[no-any-return]
         shape = tuple(normalized_shape)
         try:
             rows, of_weight, of_bias = as_rows(input, shape), as_row(weight, shape), as_row(bias, shape)
             for row in (of_weight, of_bias):
                 check_operands(rows, None, row, None, None)
         except (TypeError, ValueError):  # torch has a message of its own for it, or takes it
-            return self._by_torch(input, normalized_shape, weight, bias, eps)
+            return self._by_torch(input, normalized_shape, weight, bias, eps)  # type: ignore[no-any-return]
         with _CPU:
             flags = Flags(self._eps[input.dtype] if eps is None else eps, center=self._center)
             call = norm.NormCall(self._function, rows, None, of_weight, flags, bias=of_bias, inner=True)
@@ -142,7 +142,7 @@ class _Norm:
         found = self._changed = self.found()
         own = self._torchs = FunctionType(found.__code__, found.__globals__, found.__name__, found.__defaults__)
         update_wrapper(own, found)
-        del own.__wrapped__
+        del own.__wrapped__  # type: ignore[attr-defined]
         self._by_torch = own if self._center else lambda x, shape, weight, _, eps: own(x, shape, weight, eps)
         # The name under which the new code finds this norm.
         setattr(functional, f"_fusednorm_{self._name}", self.compute)
@@ -171,7 +171,7 @@ class _Norm:
     def undo(self) -> None:
         """Gives torch's function its own code back."""
         self._changed.__code__ = self._torchs.__code__
-        del self._changed.__wrapped__  # type: ignore[attr-defined]
+        del self._changed.__wrapped__
         delattr(functional, f"_fusednorm_{self._name}")
 
 

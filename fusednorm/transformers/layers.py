@@ -106,8 +106,8 @@ def _fused(rest: list[ast.stmt], tail: list[ast.stmt], norms: frozenset[str]) ->
             continue
         used = 0
         if (norm := _norm_after(added.total, after, norms)) is not None:
-            y, kept, name, used = norm
-            call = f"self._add_norm(self.{name}, {added.arguments()})"
+            y, kept, attribute, used = norm
+            call = f"self._add_norm(self.{attribute}, {added.arguments()})"
             body += _parse(f"{y} = {call}[0]" if kept is None else f"{y}, {kept} = {call}")
             found.fused += 1
         elif (name := _norm_first_called(added.total, after, norms)) is not None:
