@@ -307,6 +307,8 @@ def beyond_fast_path(call: NormCall) -> Any:
         y, total = Normalise.apply(x, residual, weight, bias, *flags)  # type: ignore[no-untyped-call]
     elif alone and transformed:
         y, total = _transformed(call)
+    elif (by_exchange := _by_exchange(call, compiling or transformed)) is not None:
+        y, total = by_exchange
     else:
         if not alone:
             call = _checked(call, compiling or transformed, in_memory)
@@ -317,6 +319,20 @@ def beyond_fast_path(call: NormCall) -> Any:
     if total is None:
         return y
     return total if y is None else (y, total)
+
+
+def _by_exchange(call: NormCall, traced: bool) -> tuple[Tensor, Tensor | None] | None:
+    """Both outputs of a norm of rows that lie in parts on ranks, which exchange sums; None where that is not the way.
+
+    Not in compiled code, where a compiler would choose the bits of the additions. Parts of compositions do not take it,
+    because the operations after them join the rows.
+    """
+    if traced or call.inner or call.before is not None or call.x_scale != 1.0:
+        return None
+    if call.out is not None or call.residual_out is not None:
+        return None
+    found = dtensor_bridge.of_parts(call.x, call.residual, call.weight, call.bias, call.flags)
+    return None if found is None else found(_checked(call, traced, in_memory=False).flags)
 
 
 def _checked(call: NormCall, traced: bool, in_memory: bool) -> NormCall:

@@ -152,16 +152,21 @@ def divided(value: Tensor, divisor: float) -> Tensor:
     return value / torch.full_like(value, divisor)
 
 
-def rstd_of(h: Tensor, eps: float) -> Tensor:
+def mean_of(value: Tensor) -> Tensor:
+    """The mean of each row."""
+    return divided(treesum(value), value.shape[-1])
+
+
+def rstd_of(h: Tensor, eps: float, mean_of: Callable[[Tensor], Tensor] = mean_of) -> Tensor:
     """``rstd`` of the specification, ``1 / sqrt(mean(h^2) + eps)``, for the rows of h."""
-    mean = divided(treesum(h * h), h.shape[-1])
+    mean = mean_of(h * h)
     r = square_root(mean + constant(eps, mean))
     return torch.ones_like(r) / r
 
 
-def centered(h: Tensor) -> Tensor:
+def centered(h: Tensor, mean_of: Callable[[Tensor], Tensor] = mean_of) -> Tensor:
     """The rows of h less their means."""
-    return h - divided(treesum(h), h.shape[-1]).unsqueeze(-1)
+    return h - mean_of(h).unsqueeze(-1)
 
 
 def differentiable_rstd(h: Tensor, eps: float) -> Tensor:
@@ -210,6 +215,20 @@ def gain(weight: Tensor | None, weight_offset: float, dtype: torch.dtype) -> Ten
     return g + constant(weight_offset, g) if weight_offset != 0 else g
 
 
+def row_and_sum(
+    x: Tensor, residual: Tensor | None, round_sum: bool, residual_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor | None]:
+    """The row that is normalised, of the accumulator type, and the sum, None without a residual; see :func:`outputs`."""
+    dtype = accumulator(x.dtype)
+    h, total = x.to(dtype), None
+    if residual is not None and residual_dtype is not None:
+        h = h + residual.to(dtype)
+        total = rounded(h, residual_dtype)
+        if round_sum:
+            h = total.to(dtype)
+    return h, total
+
+
 def outputs(
     x: Tensor,
     residual: Tensor | None,
@@ -242,12 +261,7 @@ def outputs(
         [..., N], [..., N] or None, and [...] of the accumulator type: ``1 / sqrt(mean(h^2) + eps)``.
     """
     dtype = accumulator(x.dtype)
-    h, total = x.to(dtype), None
-    if residual is not None and residual_dtype is not None:
-        h = h + residual.to(dtype)
-        total = rounded(h, residual_dtype)
-        if round_sum:
-            h = total.to(dtype)
+    h, total = row_and_sum(x, residual, round_sum, residual_dtype)
     if center:
         h = centered(h)
     r = rstd_of(h, eps)
@@ -412,16 +426,26 @@ def gradients(
     xhat = normalised(h, rstd, center)
     dx = dresidual = dweight = None
     if needs[0] or needs[1]:
-        wdy = d if g is None else d * g
-        c = divided(treesum(wdy * xhat), hidden).unsqueeze(-1)
-        dh = ((centered(wdy) if center else wdy) - xhat * c) * rstd.unsqueeze(-1)
-        if d_residual_out is not None:
-            dh = dh + d_residual_out.to(dtype)
+        dh = gradient_of_row(d if g is None else d * g, d_residual_out, xhat, rstd, center)
         dx = rounded(dh, x_dtype) if needs[0] else None
         dresidual = rounded(dh, residual_dtype) if needs[1] and residual_dtype is not None else None
     if needs[2] and weight is not None:
         dweight = rounded(rowsum((d * xhat).reshape(-1, hidden)), weight.dtype)
     return dx, dresidual, dweight
+
+
+def gradient_of_row(
+    wdy: Tensor,
+    d_residual_out: Tensor | None,
+    xhat: Tensor,
+    rstd: Tensor,
+    center: bool,
+    mean_of: Callable[[Tensor], Tensor] = mean_of,
+) -> Tensor:
+    """``d`` of the specification, of the accumulator type, as ``wdy`` and ``xhat``; see :func:`gradients`."""
+    c = mean_of(wdy * xhat).unsqueeze(-1)
+    dh = ((centered(wdy, mean_of) if center else wdy) - xhat * c) * rstd.unsqueeze(-1)
+    return dh if d_residual_out is None else dh + d_residual_out.to(dh.dtype)
 
 
 def backward(call: Backward) -> None:

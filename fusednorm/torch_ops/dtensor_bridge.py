@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.calls import checks, must_be_seen
+from fusednorm.calls.call import Flags
 from fusednorm.torch_ops.registered import ARGUMENTS
 
 
@@ -60,6 +61,20 @@ def on_rows(
     import fusednorm.torch_ops.sharding
 
     return fusednorm.torch_ops.sharding.on_rows(formula, cast(Any, operands), whole, sums or {}, joined)
+
+
+def of_parts(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, flags: Flags
+) -> Callable[[Flags], tuple[Tensor, Tensor | None]] | None:
+    """(checked flags) -> both outputs of a norm of DTensors whose rows lie in parts, by an exchange of sums.
+
+    None for other tensors, and where it moves fewer bytes to join the rows.
+    """
+    if not all(map(_is_dtensor, [t for t in (x, residual, weight, bias) if t is not None])):
+        return None
+    import fusednorm.torch_ops.parts_of_rows
+
+    return fusednorm.torch_ops.parts_of_rows.of_parts(cast(Any, x), residual, weight, bias, flags)
 
 
 def parts_of_groups(rows: Tensor, groups: int) -> Tensor:

@@ -89,7 +89,7 @@ def _placed(schema: OpSchema) -> dict[str, DTensorSpec]:
     }
 
 
-def _rows(*operands: DTensorSpec, whole: int = 1) -> DTensorSpec:
+def common_rows(*operands: DTensorSpec, whole: int = 1) -> DTensorSpec:
     """The common placement of the rows of [..., N] operands: on each mesh dimension that of the first that shards rows.
 
     A mesh dimension on which no operand shards rows is replicated: partial sums are reduced, and parts of rows joined.
@@ -116,8 +116,8 @@ def on_rows(
 ) -> tuple[DTensor | None, ...]:
     """The results of a formula, each rank computing it for its own rows; see ``dtensor_bridge.on_rows``."""
     rows = [t for place, t in enumerate(operands) if t is not None and place not in whole]
-    meet = _rows(*(t._spec for t in rows), whole=joined)
-    mesh, shares, everywhere = meet.mesh, _shares(meet).placements, _replicated(meet).placements
+    meet = common_rows(*(t._spec for t in rows), whole=joined)
+    mesh, shares, everywhere = meet.mesh, shares_of(meet).placements, _replicated(meet).placements
     found = formula(
         *(
             t
@@ -133,7 +133,7 @@ def on_rows(
         for i in range(len(found))
     ]
     return tuple(
-        None if t is None or operand is None else _of_ranks(t, mesh, placements, operand.shape)
+        None if t is None or operand is None else of_ranks(t, mesh, placements, operand.shape)
         for t, (operand, placements) in zip(found, placed, strict=True)
     )
 
@@ -147,12 +147,12 @@ def parts_of_groups(rows: DTensor, groups: int) -> DTensor:
     return rows.redistribute(placements=[Replicate() if p.is_shard(last) else p for p in rows.placements])
 
 
-def _of_ranks(local: Tensor, mesh: DeviceMesh, placements: Any, shape: torch.Size) -> DTensor:
+def of_ranks(local: Tensor, mesh: DeviceMesh, placements: Any, shape: torch.Size) -> DTensor:
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def _shares(rows: DTensorSpec) -> DTensorSpec:
+def shares_of(rows: DTensorSpec) -> DTensorSpec:
     """Where the gradient of a row of all ranks lies: each rank that has other rows has a share of it."""
     return DTensorSpec(
         rows.mesh, tuple(Replicate() if placement.is_replicate() else Partial() for placement in rows.placements)
@@ -183,7 +183,7 @@ class _Rule:
         deciding = [name for name, role in self.roles.items() if role is Role.ROWS and name in operands]
         if self.written:
             deciding = [name for name in self.written if name in operands]
-        rows = _rows(*(operands[name] for name in deciding), whole=self.joined(operands))
+        rows = common_rows(*(operands[name] for name in deciding), whole=self.joined(operands))
         for name in deciding if self.written else ():
             if operands[name].placements != rows.placements:
                 other = next(one for one in self.written if one != name)
@@ -193,7 +193,7 @@ class _Rule:
                     f"last, the same as those of {other}; call the function that returns new tensors, or redistribute "
                     f"{name} before"
                 )
-        results = tuple(_shares(rows) if role is Role.WEIGHT else rows for role in self.results)
+        results = tuple(shares_of(rows) if role is Role.WEIGHT else rows for role in self.results)
         if self.present is not None:
             there = self.present(schema.args_schema)
             results = tuple(spec if one else _replicated(rows) for spec, one in zip(results, there, strict=True))
