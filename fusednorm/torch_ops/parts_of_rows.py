@@ -219,9 +219,7 @@ class _NormOfParts(torch.autograd.Function):
         own_rstd = reference.rstd_of(h, flags.eps, where.mean_of)
         rounded_to = x.dtype if flags.round_norm else None
         n, own_weight, own_bias = h * own_rstd.unsqueeze(-1), where.local_weight(weight), where.local_weight(bias)
-        own_y = reference.affine(
-            n, own_weight, own_bias, flags.weight_offset, rounded_to, flags.out_dtype or x.dtype
-        )
+        own_y = reference.affine(n, own_weight, own_bias, flags.weight_offset, rounded_to, flags.out_dtype or x.dtype)
         y, total = where.of_rows(own_y, x), where.of_rows(own_total, x)
         gradients.keep(ctx, x, residual, weight, flags, (y, total, where.of_numbers(own_rstd, x)), bias)
         ctx.where = where
