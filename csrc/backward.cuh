@@ -56,8 +56,8 @@ __device__ void weigh(A (&wdy)[VECTOR], const Dy (&dy)[VECTOR], const W (&weight
     multiply_by_gain(wdy, weight, weight_offset);
 }
 
-// wdy, less its mean, and xhat; and products: wdy times xhat, whose sum is needed; +0 beyond the row's end, where 0 * rstd would be NaN if
-// rstd is infinite. For a row number beyond the last row they are never used.
+// wdy, less its mean, and xhat; and products: wdy times xhat, whose sum is needed; +0 beyond the row's end, where 0 *
+// rstd would be NaN if rstd is infinite. For a row number beyond the last row they are never used.
 template <class W>
 __device__ void weighted(A (&wdy)[VECTOR], A (&xhat)[VECTOR], A (&products)[VECTOR], const Dy (&dy)[VECTOR],
                          const H (&h)[VECTOR], Means means, A rstd, const W (&weight)[VECTOR], A weight_offset,

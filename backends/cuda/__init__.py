@@ -125,8 +125,10 @@ def unavailable() -> list[str]:
 def unsuitable(operation: Operation) -> list[str]:
     """Why the backend cannot take a call."""
     size, step = operation.hidden_size, operation.step
-    if size > LONGEST:
-        return [f"rows of {size} elements are longer than {LONGEST}"]
+    # Gradients of centered rows have two sums of each segment in shared memory.
+    longest = LONGEST // 2 if operation.center and operation.accumulator == torch.float64 else LONGEST
+    if size > longest:
+        return [f"rows of {size} elements are longer than {longest}"]
     if step is not None and step.quantization is not None and not fuses(step.quantization.group(size), size):
         return [f"no program has all rows of {size} elements in groups of {step.quantization.per}"]
     if step is not None and step.name == "rotate" and (size > reference.SEGMENT or torch.float64 in step.dtypes):

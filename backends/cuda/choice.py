@@ -234,7 +234,7 @@ def backward_variants(kind: BackwardKind, capability: int) -> dict[str, Variant]
         if (gradients or kind.center) and layout.wide:  # the second pass finds dy and h in shared memory, if they fit
             sums = _padded_segments(kind.hidden_size)
             row = kind.hidden_size * (kind.dy.itemsize + kind.h.itemsize)
-            fits = row + sums * kind.accumulator.itemsize <= _SHARED.get(capability, 0)
+            fits = row + (1 + kind.center) * sums * kind.accumulator.itemsize <= _SHARED.get(capability, 0)
             more = {"SEGMENTS": sums, "KEPT": int(fits)}
             variants["rows"] = variant("backward_wide", _OF_ROWS, *launch, more, row if fits else 0)
         elif gradients or kind.center:
