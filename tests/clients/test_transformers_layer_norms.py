@@ -191,6 +191,8 @@ class Norm(torch.nn.Module):
     def __init__(self, change=""):
         super().__init__()
         self.weight, self.bias = (torch.nn.Parameter(torch.rand(16)) for _ in range(2))
+        if change in ("of squares", "by mean"):
+            self.bias = None
         self.change = change
 
     def forward(self, x):
