@@ -218,7 +218,7 @@ def gain(weight: Tensor | None, weight_offset: float, dtype: torch.dtype) -> Ten
 def row_and_sum(
     x: Tensor, residual: Tensor | None, round_sum: bool, residual_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The row that is normalised, of the accumulator type, and the sum, None without a residual; see :func:`outputs`."""
+    """The row that is normalised, in the accumulator type, and the sum (None without a residual) of :func:`outputs`."""
     dtype = accumulator(x.dtype)
     h, total = x.to(dtype), None
     if residual is not None and residual_dtype is not None:

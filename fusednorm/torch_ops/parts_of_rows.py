@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -104,7 +103,8 @@ def exchanged_treesum(terms: Tensor, parts: Parts, mesh: DeviceMesh, dim: int) -
     own = [_given(terms, piece, parts.bounds[rank]) for piece in parts.pieces(rank)]
     given = torch.cat(own, -1) if own else terms
     given = torch.nn.functional.pad(given, (0, parts.numbers - given.shape[-1]))
-    found = collectives.all_gather_tensor(given.unsqueeze(0).contiguous(), 0, (mesh, dim))
+    collectives, group = torch.ops._c10d_functional, mesh.get_group(dim).group_name
+    found = collectives.all_gather_into_tensor(given.unsqueeze(0).contiguous(), len(parts.ranks), group)
     sums: dict[int, Tensor] = {}
     for of_rank, numbers in zip(parts.ranks, collectives.wait_tensor(found), strict=True):
         place = 0
@@ -189,8 +189,8 @@ def _where(operands: Sequence[DTensor], weights: Sequence[DTensor], center: bool
         return None
     joined = common_rows(*(t._spec for t in operands)).placements
     apart = common_rows(*(t._spec for t in operands), whole=0).placements
-    dims = [dim for dim, (a, b) in enumerate(zip(joined, apart, strict=True)) if a != b]
-    if len(dims) != 1 or type(apart[dims[0]]) is not Shard:
+    dims = [dim for dim, placement in enumerate(apart) if placement.is_shard(last) and joined[dim].is_replicate()]
+    if len(dims) != 1 or type(apart[dims[0]]) is not Shard:  # another kind of placement has other parts
         return None
     if any(weight.ndim == 2 for weight in weights) and any(p.is_shard(last - 1) for p in joined):
         return None  # heads are not whole
