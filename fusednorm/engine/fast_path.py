@@ -38,7 +38,7 @@ def backward(
     dweight: Tensor | None,
     dbias: Tensor | None,
     weight_offset: float,
-    center: bool,
+    center: bool = False,
 ) -> bool:
     """Writes the gradients of a norm, and of a bias after it; returns whether it did."""
     where = getattr(backend, "fast_path", None)

@@ -337,7 +337,7 @@ def test_the_fast_path_of_gradients_takes_what_is_usual_and_nothing_else():
     h, dy, rstd, weight = torch.rand(3, 8), torch.rand(3, 8), torch.rand(3), torch.rand(8)
 
     def run(device=fast_path.CPU, dy=dy, total=None, h=h, rstd=rstd, weight=weight, dx=None, dweight=None, offset=0.0):
-        return fast_path.backward(device, dy, total, h, rstd, weight, dx, None, None, dweight, 1, offset)
+        return fast_path.backward(device, dy, total, h, rstd, weight, dx, None, None, dweight, 1, offset, False)
 
     wide = torch.cat([dy, h], dim=1)
     assert run(dx=torch.empty(3, 8)) is True
@@ -366,7 +366,7 @@ def test_the_fast_path_of_gradients_takes_what_is_usual_and_nothing_else():
         dx = torch.full((3, 8), 7.0)
         assert run(dx=dx, **given) is False, name
         assert dx.eq(7).all(), name
-    with pytest.raises(TypeError, match="takes 12 arguments, got 1"):
+    with pytest.raises(TypeError, match="takes 13 arguments, got 1"):
         fast_path.backward(h)
     with pytest.raises(TypeError, match="real number"):
         run(offset="1")
@@ -388,7 +388,7 @@ def test_errors_that_the_fast_path_hands_on(function, raised):
     api = ExchangeApi(version=1, tensor_from=failing)  # the major version is in the low half
     capsule = ctypes.pythonapi.PyCapsule_New
     capsule.restype, capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-    gradients = (fast_path.CPU, X, None, X, X[:, 0], None, torch.empty_like(X), None, None, None, 1, 0.0)
+    gradients = (fast_path.CPU, X, None, X, X[:, 0], None, torch.empty_like(X), None, None, None, 1, 0.0, False)
     take = fast_calls("cpu")
     try:
         assert fast_path._open(capsule(ctypes.addressof(api), b"dlpack_exchange_api", None))

@@ -146,7 +146,7 @@ class Bench:
         def of_role(role: Role) -> Tensor:
             if role in (Role.IDS, Role.CHOSEN):
                 return torch.randint(cell.hidden_size, (cell.rows,), generator=generator)
-            shape = (cell.rows, cell.hidden_size) if role is Role.ROWS else (cell.rows,)
+            shape = (cell.rows, cell.hidden_size)[: 1 + (role in (Role.ROWS, Role.SAMPLES))]
             numbers = torch.randn(shape, generator=generator).to(getattr(torch, cell.dtype))
             return numbers.abs() + 1 if role is Role.SETTINGS else numbers
 

@@ -71,7 +71,7 @@ class Measured(NamedTuple):
 
     def nbytes(self, rows: int, hidden_size: int, itemsize: int) -> int:
         """The bytes of the operands that a call takes and of those that it returns, without numbers of a row."""
-        large = sum(role is Role.ROWS for role in self.inputs.values()) + self.rows
+        large = sum(role in (Role.ROWS, Role.SAMPLES) for role in self.inputs.values()) + self.rows
         quantized = self.quantization is not None
         return rows * hidden_size * (itemsize * (large - quantized) + quantized)
 
