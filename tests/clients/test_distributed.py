@@ -36,6 +36,7 @@ from fusednorm import (
     gate,
     gate_,
     layer_norm,
+    modulate,
     rms_norm,
     rms_norm_,
     rms_norm_add,
@@ -271,6 +272,59 @@ def test_every_function(name, sharding):
             assert found.shape == whole.shape
             if whole.shape[0] == 4:  # ranks' shares of a weight's gradient are added in their order
                 same(found, whole)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("sharding", [Shard(0), Shard(1), Replicate()], ids=str)
+@pytest.mark.parametrize("heads", [False, True], ids=["row", "heads"])
+@pytest.mark.parametrize("added", [True, False], ids=["add", "norm"])
+def test_layer_norms(added, heads, sharding):
+    """Rows stay where they are, but heads with a weight each are joined. Ranks have shares of what rows add up."""
+    x, residual, weight = tensors(4, 6)
+    weight = torch.stack([weight + k for k in range(6)]) if heads else weight
+    function = fused_add_layer_norm if added else layer_norm
+    full = [x, *[residual] * added, weight, (weight * 3).to(F32)]
+
+    def call(*operands):
+        found = function(*operands, weight_offset=0.5)
+        return found if added else (found,)
+
+    given = [t.to(y.dtype) for t, y in zip(tensors(4, 6, seed=1), call(*full), strict=False)]
+    expected, wanted = of_one_process(call, full, given)
+    leaves = [placed(t, sharding if t.shape[0] == 4 else Replicate(), grad=True) for t in full]
+    joined = heads and sharding == Shard(1)
+    outputs, forward = collectives(lambda: call(*leaves))
+    incoming = [placed(t, *y.placements) for t, y in zip(given, outputs, strict=True)]
+    found, backward = collectives(lambda: torch.autograd.grad(outputs, leaves, incoming))
+    assert forward == ({"all_gather_into_tensor": 1 + added} if joined else {})
+    assert backward == ({"all_gather_into_tensor": 1} if joined and not added else {})  # x is kept as it was given
+    rows = Replicate() if joined else sharding
+    all_same(outputs, expected, [rows])
+    all_same(found[:-2], wanted[:-2], [rows])
+    for share, whole_gradient in zip(found[-2:], wanted[-2:], strict=True):
+        assert share.placements == shares([rows])
+        assert share.to_local().shape == whole_gradient.shape
+        if rows == Replicate():
+            same(share, whole_gradient)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("sharding", [Shard(0), Shard(1), Replicate()], ids=str)
+def test_modulation_of_samples(sharding):
+    """Numbers of a sample lie with it. All its rows are joined, because their gradients are added in order."""
+    y, shift, _ = tensors(4, 6)
+    scale = shift[:, 0].contiguous()
+    for full in ((y, scale, scale.cos()), (y, scale, shift), (y, shift, shift.cos())):
+        expected, wanted = of_one_process(lambda *operands: (modulate(*operands),), full, [y.cos()])
+        leaves = [placed(t, sharding if sharding == Shard(0) or t.ndim == 3 else Replicate(), grad=True) for t in full]
+        result, forward = collectives(functools.partial(modulate, *leaves))
+        incoming = placed(y.cos(), *result.placements)
+        found, backward = collectives(functools.partial(torch.autograd.grad, result, leaves, incoming))
+        joined = sharding == Shard(1) and full[1].ndim == 2
+        assert (forward == {}) == (backward == {}) == (not joined)
+        rows = Replicate() if joined else sharding
+        same(result, expected[0], [rows])
+        all_same(found, wanted, [rows])
 
 
 TO_OTHER_ROWS = {"all_gather_into_tensor": 1}  # and a cut: gloo has no all-to-all, which other backends take here
@@ -778,6 +832,35 @@ KINDS = {
         ("x", "residual", "weight", 1e-6, 0.0, True, False, *dtypes)
         for dtypes in ((None, None), (F32, BF16), (F16, F16))
     ],
+    "layer_norm": [
+        ("x", weight, bias, 1e-5, 0.0, True, False, dtype)
+        for weight, bias, dtype in (("weight", None, None), (None, "weight", F32), ("weight", "weight", F16))
+    ],
+    "fused_add_layer_norm": [
+        ("x", "residual", weight, bias, 1e-5, 0.0, True, False, *dtypes)
+        for weight, bias, dtypes in (
+            ("weight", None, (None, None)),
+            (None, "weight", (F32, BF16)),
+            ("parts", "weight", (F16, F16)),
+        )
+    ],
+    "layer_norm_backward": [
+        ("x", "residual", "residual", "rstd", "weight", bias, 0.0, x, residual, True, False, needs, BF16, F32)
+        for bias, x, residual, needs in (
+            ("weight", BF16, F32, [True] * 4),
+            (None, BF16, F32, [True, True, True, False]),
+            ("weight", F16, BF16, [True, True, False, True]),
+            ("weight", F32, F32, [False, True, True, True]),
+        )
+    ],
+    "modulate": [
+        ("x", other, "residual", steps, dtype)
+        for other, steps, dtype in (
+            ("residual", False, None),
+            ("residual", True, F16),
+            ("sample", False, F32),
+        )
+    ],
     "add": [("x", "residual", dtype) for dtype in (F32, BF16)],
     "affine": [
         *(("n", weight, bias, 0.0, None, BF16) for weight, bias in (("weight", None), (None, "weight"))),
@@ -809,6 +892,8 @@ def test_calls_of_one_operator_share_no_decision(name):
     whole = {"x": x, "residual": residual, "weight": weight, "n": residual, "cos": weight[: HIDDEN // 2].expand(2, -1)}
     parts = {key: placed(t, Shard(1) if t.ndim == 3 else Replicate()) for key, t in whole.items()}
     whole["parts"], parts["parts"] = weight, placed(weight, Shard(0))
+    whole["rstd"], whole["sample"] = residual.square().mean(-1).rsqrt(), residual[:, 0].contiguous()
+    parts["rstd"], parts["sample"] = placed(whole["rstd"], Shard(1)), placed(whole["sample"], Replicate())
     operator = getattr(torch.ops.fusednorm, name)
     for arguments in KINDS[name]:
         found, wanted = (
