@@ -74,7 +74,7 @@ def of_parts(
         return None
     import fusednorm.torch_ops.parts_of_rows
 
-    return fusednorm.torch_ops.parts_of_rows.of_parts(cast(Any, x), residual, weight, bias, flags)
+    return fusednorm.torch_ops.parts_of_rows.of_parts(cast(Any, x), residual, weight, bias, flags)  # type: ignore[no-any-return]
 
 
 def parts_of_groups(rows: Tensor, groups: int) -> Tensor:

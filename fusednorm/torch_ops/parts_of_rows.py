@@ -127,7 +127,7 @@ def _given(terms: Tensor, piece: Piece, start: int) -> Tensor:
     terms = terms[..., piece.start - start : piece.stop - start]
     if piece.whole:
         terms = torch.nn.functional.pad(terms, (0, piece.numbers * SEGMENT - piece.length))
-        return reference.halved(terms.unflatten(-1, (piece.numbers, SEGMENT)))
+        return reference.halved(terms.reshape(*terms.shape[:-1], piece.numbers, SEGMENT))
     both = piece.length - HALF  # so many sums have both terms here
     if both <= 0:
         return terms
@@ -163,7 +163,7 @@ class _Where(NamedTuple):
     def _with_parts(self, placements: Sequence[Any], weight: DTensor) -> list[Any]:
         return [Shard(weight.ndim - 1) if dim == self.dim else other for dim, other in enumerate(placements)]
 
-    def of_rows(self, local: Tensor | None, like: DTensor) -> DTensor | None:
+    def of_rows(self, local: Tensor | None, like: DTensor) -> Any:
         """The DTensor of all ranks' rows."""
         return None if local is None else of_ranks(local.contiguous(), self.mesh, self.rows, like.shape)
 
@@ -236,7 +236,8 @@ class _NormOfParts(torch.autograd.Function):
         where, flags, operation = ctx.where, ctx.flags, ctx.operation
         rstd, weight, bias, *terms = ctx.saved_tensors
         own_rstd = rstd.to_local()
-        h = reference.in_order([where.local_rows(t).to(rstd.dtype) for t in terms])
+        first, *others = [where.local_rows(t).to(rstd.dtype) for t in terms]
+        h = first + others[0] if others else first
         xhat = (h if ctx.mean is None else h - ctx.mean) * own_rstd.unsqueeze(-1)
         own_dy = torch.zeros_like(xhat) if dy is None else where.local_rows(dy)
         of_rows = needs[0] or needs[1]
@@ -264,4 +265,4 @@ def of_parts(x: DTensor, residual: Any, weight: Any, bias: Any, flags: Flags) ->
     """See ``dtensor_bridge.of_parts``."""
     rows, weights = ([t for t in pair if t is not None] for pair in ((x, residual), (weight, bias)))
     where = _where(rows, weights, flags.center)
-    return None if where is None else partial(_NormOfParts.apply, x, residual, weight, bias, where)  # type: ignore[no-untyped-call]
+    return None if where is None else partial(_NormOfParts.apply, x, residual, weight, bias, where)

@@ -1289,6 +1289,8 @@ def test_compiled():
         assert torch.equal(eager.to_local(), other.to_local())
     assert called.count("fusednorm") == 6  # in place they are wrapped
     assert "_c10d_functional" not in called
+    parts = [placed(t, Shard(2)) for t in full[:2]] + [placed(full[2], Replicate())]
+    all_same(torch.compile(forward, fullgraph=True, backend=backend)(*parts), forward(*full), [Replicate()])
 
 
 def in_a_new_process(code):
