@@ -375,7 +375,7 @@ def test_what_cannot_stay_moves_to_the_rows(move):
 
 
 #: Of a width of rows on two ranks and on four: boundaries at segments, inside of one, uneven parts, a rank without any.
-WIDTHS = (4096, 2048, 5000, 4097)
+WIDTHS = (4096, 2048, 5000, 4097, 9)
 BF16_ROWS, MIXED = (BF16, F32, F16), (F16, BF16, F32)
 #: Dtypes of x, the residual, the weight and the bias; where the latter lie; flags.
 OF_PARTS = (
@@ -488,6 +488,24 @@ def test_some_gradients_of_parts_of_rows(function):
     second = [torch.autograd.grad([t.sum() for t in g], given) for g, given in zip(first, (leaves, parts), strict=True)]
     for wanted, actual in zip(*second, strict=True):
         torch.testing.assert_close(actual.full_tensor(), wanted, rtol=0, atol=1e-9)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("function", [fused_add_rms_norm, fused_add_layer_norm])
+def test_operands_that_lie_elsewhere_move_to_parts_of_rows(function):
+    """Pending sums, and rows that are everywhere: of operands and of incoming gradients."""
+    full = operands(Case(4, 4096, F32, F32, F32))
+    incoming = [t.cos() for t in function(*full)]
+    expected, wanted = of_one_process(function, full, incoming)
+    for elsewhere in (Partial(), Replicate()):
+        for places in ((Shard(1), elsewhere), (elsewhere, Shard(1))):
+            parts = [in_parts(t, p).requires_grad_() for t, p in zip(full, (*places, Replicate()), strict=True)]
+            outputs = function(*parts)
+            all_same(outputs, expected, [Shard(1)])
+            given = [in_parts(t, p) for t, p in zip(incoming, places, strict=True)]
+            found = torch.autograd.grad(outputs, parts, given)
+            all_same(found[:2], wanted[:2], [Shard(1)])
+            same(found[2], wanted[2], [Replicate()])
 
 
 @on_ranks(2, 4)
