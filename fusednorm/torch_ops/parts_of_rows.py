@@ -123,7 +123,7 @@ def exchanged_treesum(terms: Tensor, parts: Parts, mesh: DeviceMesh, dim: int) -
 
 
 def _given(terms: Tensor, piece: Piece, start: int) -> Tensor:
-    """What other ranks need of a piece of the part that begins at ``start``."""
+    """The numbers that other ranks need of a piece of the part that begins at ``start``."""
     terms = terms[..., piece.start - start : piece.stop - start]
     if piece.whole:
         terms = torch.nn.functional.pad(terms, (0, piece.numbers * SEGMENT - piece.length))
