@@ -41,6 +41,8 @@ MODULES = (
     "fusednorm.compat.quack",
     "fusednorm.compat.sgl_kernel",
     "fusednorm.compat.transformers",
+    "fusednorm.compat.trl",
+    "fusednorm.compat.verl",
     "fusednorm.compat.vllm",
 )
 

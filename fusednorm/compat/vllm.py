@@ -15,6 +15,8 @@ that of vLLM's CPU kernels. A scale of 0 makes all numbers 0 here (docs/spec.md,
 float8_e4m3fn, or return the numbers, float8_e4m3fn or int8 as ``quant_dtype`` says, and their scales, float32; a scale
 that is given, and ``scale_ub``, have one element. A residual receives the sum. Gates take [..., 2 * N], the gate and
 what it multiplies.
+
+``compute_logprobs`` is the method of ``vllm.v1.sample.sampler.Sampler``.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from torch import Tensor
 
 from fusednorm.calls.checks import check_one_row, refuse_type, replaced
 from fusednorm.compat import cos_and_sin, rotate_in_place, unrounded
-from fusednorm.operations import functions, gate, norm, quantize
+from fusednorm.operations import functions, gate, log_prob, norm, quantize
 from fusednorm.operations.norm_gated import check_group_size
 from fusednorm.operations.rotate import qk_norm_rope_
 from fusednorm.quantizations import (
@@ -365,6 +367,11 @@ def per_token_group_fp8_quant_packed(
     """
     quantization = _of_groups(VLLM_FP8_BLOCK_UE8M0, input, group_size, eps, fp8_min, fp8_max, torch.int32)
     quantize.quantize(input, quantization, out=output_q, scale_out=output_s_packed)
+
+
+def compute_logprobs(logits: Tensor) -> Tensor:
+    """The log-probabilities of all tokens, float32: :func:`fusednorm.log_softmax`."""
+    return log_prob.log_softmax(logits, out_dtype=torch.float32)
 
 
 def _of_groups(
