@@ -115,6 +115,7 @@ class Operator:
         asked = self.declaration.named(ctx.flags)
         ctx.gradient_flags = [asked[flag] for flag in self.gradient_flags]
         ctx.mark_non_differentiable(*kept)
+        ctx.set_materialize_grads(False)  # torch would make plain zeros for a DTensor
 
     def gradients(self, ctx: Any, incoming: Sequence[Tensor], through_dispatcher: bool) -> tuple[Tensor | None, ...]:
         """A gradient or None for each argument."""
@@ -126,6 +127,9 @@ class Operator:
             found = self.dispatched(*arguments)[0] if through_dispatcher else self.with_gradients(*arguments)
             return found, *[None] * (len(arguments) - 1)
         operands, kept = saved[: self.count], saved[self.count :]
+        if any(d is None for d in incoming):
+            zeros = _zeros(declaration, declaration.returned, operands, ctx.flags)
+            incoming = [zero if d is None else d for d, zero in zip(incoming, zeros, strict=True)]
         needs = [ctx.needs_input_grad[place] for place in declaration.places]
         flags = ctx.gradient_flags
         if must_be_seen.differentiated_again():

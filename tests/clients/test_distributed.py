@@ -46,6 +46,7 @@ from fusednorm import (
     rms_norm_gated_,
     rms_norm_quant,
     rotate,
+    selected_log_prob_and_entropy,
     silu_and_mul,
     silu_and_mul_quant,
 )
@@ -272,6 +273,18 @@ def test_every_function(name, sharding):
             assert found.shape == whole.shape
             if whole.shape[0] == 4:  # ranks' shares of a weight's gradient are added in their order
                 same(found, whole)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("one", [0, 1], ids=["log-probability", "entropy"])
+def test_a_gradient_of_one_of_two_results(one, sharding):
+    """The other has zeros, which torch would make as a plain tensor."""
+    where, (full, _, _), ids = SHARDINGS[sharding], tensors(4, 6), torch.arange(24).view(4, 6)
+    leaf, logits = full.clone().requires_grad_(), placed(full, where, grad=True)
+    [wanted] = torch.autograd.grad(selected_log_prob_and_entropy(leaf, ids)[one].sum(), leaf)
+    found = selected_log_prob_and_entropy(logits, placed(ids, where))[one]
+    same(*torch.autograd.grad(found, logits, placed(torch.ones(4, 6), where)), wanted, [where])
 
 
 @on_ranks(2)
