@@ -20,6 +20,7 @@ from fusednorm.compat import (
     quack,
     sgl_kernel,
     transformers,
+    verl,
     vllm,
 )
 
@@ -60,6 +61,7 @@ MODULES = {
     "flag_gems": (partly(flag_gems.fused_add_rms_norm, normalized_shape=(6,)), NORM),
     "flashinfer": (flashinfer.gemma_fused_add_rmsnorm, {"input": X, "residual": X, "weight": NORM["weight"]}),
     "sgl_kernel": (sgl_kernel.sgl_per_token_quant_fp8, {"input": X, "output_q": NUMBERS, "output_s": SCALES}),
+    "verl": (verl.entropy_from_logits, {"logits": X}),
     "vllm": (partly(vllm.fused_add_rms_norm, epsilon=1e-6), {"input": X, "residual": X, "weight": NORM["weight"]}),
     "vllm, rows": (partly(vllm.scaled_fp8_quant, use_per_token_if_dynamic=True), {"input": X}),
     "vllm, blocks": (
