@@ -120,7 +120,7 @@ class Call:
             return random.choice(NUMBERS if usual is None or random.random() < 0.1 else usual)
         if kind == "Optional[float]":
             return random.choice((None, None, 0.7, 30.0, *NUMBERS[:1]))
-        if kind == "Optional[int]":
+        if name == "ignore_index":
             return random.choice((None, 0, -100))
         if kind == "bool":
             return random.random() < (0.2 if name == "round_steps" else 0.5)

@@ -80,7 +80,7 @@ FN_INLINE float sum_terms(struct terms of, const struct row *row, int64_t hidden
             row.extra = stream ? &extra : NULL;                                                                        \
             row.sums = batch->sums;                                                                                    \
             const float sum = sum_terms((struct terms){.kind = kind_, .residual = kind_}, &row, job->hidden);          \
-            batch->mean[k] = sum / (float)job->hidden;                                                                 \
+            batch->mean[k] = sum / (float)job->hidden + 0.0f; /* never -0 */                                           \
         }                                                                                                              \
     }
 #define SUM_OF_ROW_ENTRY(kind) [kind] = sum_##kind,

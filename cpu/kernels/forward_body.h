@@ -135,7 +135,7 @@ static void center_rows(const struct plan *p, const struct fn_forward_job *part,
     else
         for (int64_t k = 0; k < batch->rows; k++)
             batch->mean[k] = passes->sum[p->h](batch->h + k * batch->h_stride, 0, part->hidden, part->ahead, batch->sums) /
-                             (float)part->hidden;
+                             (float)part->hidden + 0.0f;
     for (int64_t k = 0; k < batch->rows; k++)
         batch->rstd[k] = passes->squares[p->h](batch->h + k * batch->h_stride, batch->mean[k], part->hidden, 0, batch->sums);
 }

@@ -53,7 +53,7 @@ static double sum_f64(double *values, int64_t padded) {
 /* Subtracts a row's mean; `room` has whole segments. */
 static void center_f64(double *row, int64_t n, int64_t padded, double *room) {
     for (int64_t i = 0; i < padded; i++) room[i] = i < n ? row[i] : 0;
-    const double mean = sum_f64(room, padded) / (double)n;
+    const double mean = sum_f64(room, padded) / (double)n + 0.0;
     for (int64_t i = 0; i < n; i++) row[i] -= mean;
 }
 

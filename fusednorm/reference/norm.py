@@ -165,8 +165,8 @@ def rstd_of(h: Tensor, eps: float, mean_of: Callable[[Tensor], Tensor] = mean_of
 
 
 def centered(h: Tensor, mean_of: Callable[[Tensor], Tensor] = mean_of) -> Tensor:
-    """The rows of h less their means."""
-    return h - mean_of(h).unsqueeze(-1)
+    """The rows of h less their means, of which none is -0: the sum of a row of -0 is, but for padding."""
+    return h - (mean_of(h) + 0.0).unsqueeze(-1)
 
 
 def differentiable_rstd(h: Tensor, eps: float) -> Tensor:

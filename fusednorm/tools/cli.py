@@ -17,7 +17,8 @@ from fusednorm.version import SPEC_VERSION, __version__
 #: The names of all that ``compare`` and ``bench`` measure, in ``workloads.py`` and ``peers.py``; a test compares them.
 DTYPES = ("bfloat16", "float16", "float32")
 OPERATIONS = (
-    *("add_norm", "norm", "norm_add", "norm_add_norm", "add_norm_int8", "add_norm_fp8", "add_norm_fp8_block"),
+    *("add_norm", "norm", "layer_norm", "add_layer_norm", "norm_add", "norm_add_norm"),
+    *("add_norm_int8", "add_norm_fp8", "add_norm_fp8_block"),
     *("gate", "silu_and_mul", "norm_gated", "qk_norm_rope"),
 )
 OPS = (

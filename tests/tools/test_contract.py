@@ -94,7 +94,7 @@ def test_the_listed_flags_give_the_modules_bits(module):
 
 def test_a_patched_model():
     """The norm that is replaced, in the dtypes in which fusednorm computes it."""
-    patched = model(Llamas(8).bfloat16(), torch.nn.LayerNorm(8))
+    patched = model(Llamas(8).bfloat16(), torch.nn.GroupNorm(2, 8))
     before = fusednorm.contract(patched)
     assert before.steps == ()
     fusednorm.transformers.patch(patched)
