@@ -962,7 +962,7 @@ def both_passes(hidden):
         return gradients
 
     def fast_backward():
-        given = (x, None, residual, rstd, weight, gradients[0], None, partial, gradients[1], 1, 0.0)
+        given = (x, None, residual, rstd, weight, gradients[0], None, partial, gradients[1], 1, 0.0, False)
         return gradients if fast_path.backward(fast_path.CUDA, *given) else None
 
     def hold_backward(device):
