@@ -122,6 +122,8 @@ class Operator:
         declaration = self.declaration
         incoming, saved = incoming[: len(declaration.returned)], ctx.saved_tensors  # a checkpoint lets it be asked once
         if declaration.transposed is not None:
+            if incoming[0] is None:
+                return (None,) * (self.count + len(ctx.flags))
             arguments = (*incoming, *declaration.transposed(ctx.dtype, *saved, *ctx.flags))
             dtensor_bridge.check_kept(incoming, saved)
             found = self.dispatched(*arguments)[0] if through_dispatcher else self.with_gradients(*arguments)

@@ -97,6 +97,8 @@ def test_bytes():
     assert operands == {
         "add_norm": 4,
         "norm": 2,
+        "layer_norm": 2,
+        "add_layer_norm": 4,
         "norm_add": 3,
         "norm_add_norm": 4,
         "add_norm_int8": 3.5,
