@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from numbers import Real
@@ -68,16 +69,6 @@ def _run_logsumexp(logits: Tensor) -> tuple[Tensor, ...]:
     return reference.logsumexp(logits) if found is None else (found.out, found.m, found.s)
 
 
-def _gradient_of_whole(name: str, formula: Callable[..., tuple[Tensor | None]]) -> Callable[..., tuple[Tensor | None]]:
-    """The gradient of an operation without ids."""
-
-    def run(d: Tensor, logits: Tensor, m: Tensor, s: Tensor, needs: list[bool]) -> tuple[Tensor | None]:
-        found = log_prob.backward(name, d, None, logits, m, s) if needs[0] else None
-        return formula(d, logits, m, s, needs) if found is None else (found,)
-
-    return run
-
-
 def _selected(logits: Tensor, *others: Any) -> tuple[Tensor, ...]:
     return reference.selected(logits, *others, entropy=False)
 
@@ -96,33 +87,6 @@ def _selected_gradient(
     if not needs[0]:
         return (None,)
     return (reference.selected_gradient(d, None, logits, ids, temperature, m, s, None, softcap, ignore_index),)
-
-
-def _run_selected(
-    logits: Tensor, ids: Tensor, temperature: Tensor | None, softcap: float | None, ignore_index: int | None
-) -> tuple[Tensor, ...]:
-    _check_ids(logits, ids, ignore_index)
-    selecting = Selecting(ids, temperature, softcap, ignore_index)
-    found = log_prob.forward("selected", logits, selecting)
-    return _selected(logits, *selecting) if found is None else (found.out, found.m, found.s)
-
-
-def _run_selected_gradient(
-    d: Tensor,
-    logits: Tensor,
-    ids: Tensor,
-    temperature: Tensor | None,
-    m: Tensor,
-    s: Tensor,
-    softcap: float | None,
-    ignore_index: int | None,
-    needs: list[bool],
-) -> tuple[Tensor | None]:
-    selecting = Selecting(ids, temperature, softcap, ignore_index)
-    found = log_prob.backward("selected", d, None, logits, m, s, None, selecting) if needs[0] else None
-    if found is not None:
-        return (found,)
-    return _selected_gradient(d, logits, ids, temperature, m, s, softcap, ignore_index, needs)
 
 
 def _with_entropy(logits: Tensor, *others: Any) -> tuple[Tensor, ...]:
@@ -149,36 +113,34 @@ def _with_entropy_gradient(
     return (reference.selected_gradient(d, d_entropy, logits, ids, temperature, m, s, entropy, *how),)
 
 
-def _run_with_entropy(
-    logits: Tensor, ids: Tensor, temperature: Tensor | None, softcap: float | None, ignore_index: int | None
-) -> tuple[Tensor, ...]:
-    _check_ids(logits, ids, ignore_index)
-    selecting = Selecting(ids, temperature, softcap, ignore_index)
-    found = log_prob.forward("selected_and_entropy", logits, selecting)
-    if found is None or found.entropy is None:
-        return _with_entropy(logits, *selecting)
-    return found.out, found.entropy, found.m, found.s, found.entropy
+def _run_selecting(name: str, formula: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    """Log-probabilities of ids, with the entropy or without, in one call of a backend; else by the formula."""
+
+    def run(logits: Tensor, *others: Any) -> tuple[Tensor, ...]:
+        selecting = Selecting(*others)
+        _check_ids(logits, cast(Tensor, selecting.ids), selecting.ignore_index)
+        found = log_prob.forward(name, logits, selecting)
+        if found is None:
+            return formula(logits, *others)
+        entropy = () if found.entropy is None else (found.entropy,)
+        return (found.out, *entropy, found.m, found.s, *entropy)
+
+    return run
 
 
-def _run_with_entropy_gradient(
-    d: Tensor,
-    d_entropy: Tensor,
-    logits: Tensor,
-    ids: Tensor,
-    temperature: Tensor | None,
-    m: Tensor,
-    s: Tensor,
-    entropy: Tensor,
-    softcap: float | None,
-    ignore_index: int | None,
-    needs: list[bool],
-) -> tuple[Tensor | None]:
-    selecting, name = Selecting(ids, temperature, softcap, ignore_index), "selected_and_entropy"
-    found = log_prob.backward(name, d, d_entropy, logits, m, s, entropy, selecting) if needs[0] else None
-    if found is not None:
-        return (found,)
-    how = (softcap, ignore_index, needs)
-    return _with_entropy_gradient(d, d_entropy, logits, ids, temperature, m, s, entropy, *how)
+def _run_gradient(name: str, formula: Callable[..., tuple[Tensor | None]]) -> Callable[..., tuple[Tensor | None]]:
+    """The gradient in one call of a backend; else by the formula, whose arguments it takes."""
+    names = list(inspect.signature(formula).parameters)
+
+    def run(*arguments: Any) -> tuple[Tensor | None]:
+        given = dict(zip(names, arguments, strict=True))
+        selecting = Selecting(**{field: given.get(field) for field in Selecting._fields})
+        kept = (given["m"], given["s"], given.get("entropy"))
+        rows = (given["d"], given.get("d_entropy"), given["logits"])
+        found = log_prob.backward(name, *rows, *kept, selecting) if given["needs"][0] else None
+        return formula(*arguments) if found is None else (found,)
+
+    return run
 
 
 class _Operation(Operation):
@@ -197,7 +159,7 @@ _LOG_SOFTMAX = _Operation(
         gradient=reference.log_softmax_gradient,
     ),
     _run_log_softmax,
-    _gradient_of_whole("log_softmax", reference.log_softmax_gradient),
+    _run_gradient("log_softmax", reference.log_softmax_gradient),
 )
 _LOGSUMEXP = _Operation(
     Declaration(
@@ -208,7 +170,7 @@ _LOGSUMEXP = _Operation(
         gradient=reference.logsumexp_gradient,
     ),
     _run_logsumexp,
-    _gradient_of_whole("logsumexp", reference.logsumexp_gradient),
+    _run_gradient("logsumexp", reference.logsumexp_gradient),
 )
 _SELECTED = _Operation(
     Declaration(
@@ -219,8 +181,8 @@ _SELECTED = _Operation(
         check=_check_softcap,
         **_SELECTING,
     ),
-    _run_selected,
-    _run_selected_gradient,
+    _run_selecting("selected", _selected),
+    _run_gradient("selected", _selected_gradient),
 )
 _WITH_ENTROPY = _Operation(
     Declaration(
@@ -236,8 +198,8 @@ _WITH_ENTROPY = _Operation(
         check=_check_softcap,
         **_SELECTING,
     ),
-    _run_with_entropy,
-    _run_with_entropy_gradient,
+    _run_selecting("selected_and_entropy", _with_entropy),
+    _run_gradient("selected_and_entropy", _with_entropy_gradient),
 )
 
 

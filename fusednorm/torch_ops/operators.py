@@ -130,9 +130,13 @@ class _Gradients:
 
     def _fake(self, *arguments: Any) -> tuple[Tensor, ...]:
         of = self._checked(arguments, in_memory=False)
-        like = [None if dtype is None else of.h.to(dtype) for dtype in (of.x_dtype, of.residual_dtype)]
-        pairs = zip((*like, of.weight, of.bias), of.needs, strict=False)
-        return tuple(of.h.new_empty(0) if t is None or not need else t.new_empty(t.shape) for t, need in pairs)
+        rows = [
+            None if dtype is None else of.h.new_empty(of.h.shape, dtype=dtype)
+            for dtype in (of.x_dtype, of.residual_dtype)
+        ]
+        weights = [None if t is None else t.new_empty(t.shape) for t in (of.weight, of.bias)]
+        pairs = zip((*rows, *weights), of.needs, strict=False)
+        return tuple(of.h.new_empty(0) if t is None or not need else t for t, need in pairs)
 
 
 def _add(x: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
