@@ -52,10 +52,10 @@ def _record(
 
 
 _CENTERED = {"center": True}
-_layer_norm = Entry(
+layer_norm_on_fast_path = Entry(
     "norm", "x weight bias eps weight_offset round_norm out out_dtype", returned=0, constants=_CENTERED
 ).of("layer_norm", _record)
-_fused_add_layer_norm = Entry(
+fused_add_layer_norm_on_fast_path = Entry(
     "norm",
     "x residual weight bias eps weight_offset round_sum round_norm out residual_out out_dtype residual_dtype",
     constants=_CENTERED,
@@ -104,7 +104,7 @@ def fused_add_layer_norm(
     if residual is None:
         refuse_type("residual", residual)
     if not is_dynamo_compiling():
-        result: tuple[Tensor, Tensor] | None = _fused_add_layer_norm(
+        result: tuple[Tensor, Tensor] | None = fused_add_layer_norm_on_fast_path(
             x, residual, weight, bias, eps, weight_offset, round_sum, round_norm, out, residual_out, out_dtype,
             residual_dtype,
         )  # fmt: skip
@@ -142,7 +142,7 @@ def fused_add_layer_norm_(
     if residual is None:
         refuse_type("residual", residual)
     if not is_dynamo_compiling():
-        result: tuple[Tensor, Tensor] | None = _fused_add_layer_norm(
+        result: tuple[Tensor, Tensor] | None = fused_add_layer_norm_on_fast_path(
             x, residual, weight, bias, eps, weight_offset, round_sum, round_norm, x, residual
         )
         if result is not None:
@@ -187,7 +187,7 @@ def layer_norm(
         TypeError, ValueError, BackendError: see :func:`fusednorm.fused_add_rms_norm`.
     """
     if not is_dynamo_compiling():
-        result: Tensor | None = _layer_norm(x, weight, bias, eps, weight_offset, round_norm, out, out_dtype)
+        result: Tensor | None = layer_norm_on_fast_path(x, weight, bias, eps, weight_offset, round_norm, out, out_dtype)
         if result is not None:
             return result
     flags = Flags(eps, weight_offset, True, round_norm, out_dtype, center=True)
@@ -214,7 +214,7 @@ def layer_norm_(
         TypeError, ValueError, BackendError: see :func:`fusednorm.fused_add_rms_norm`.
     """
     if not is_dynamo_compiling():
-        result: Tensor | None = _layer_norm(x, weight, bias, eps, weight_offset, round_norm, x)
+        result: Tensor | None = layer_norm_on_fast_path(x, weight, bias, eps, weight_offset, round_norm, x)
         if result is not None:
             return result
     flags = Flags(eps, weight_offset, True, round_norm, center=True)

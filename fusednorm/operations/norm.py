@@ -69,10 +69,10 @@ def _record(
     return None if found is None else found[0]
 
 
-_rms_norm = Entry("norm", "x weight eps bias weight_offset round_norm out out_dtype", returned=0).of(
+rms_norm_on_fast_path = Entry("norm", "x weight eps bias weight_offset round_norm out out_dtype", returned=0).of(
     "rms_norm", _record
 )
-_fused_add_rms_norm = Entry(
+fused_add_rms_norm_on_fast_path = Entry(
     "norm",
     "x residual weight eps bias x_scale weight_offset round_sum round_norm out residual_out out_dtype residual_dtype",
 ).of("fused_add_rms_norm", _record_sum)
@@ -129,7 +129,7 @@ def fused_add_rms_norm(
     if residual is None:
         refuse_type("residual", residual)
     if not is_dynamo_compiling():
-        result: tuple[Tensor, Tensor] | None = _fused_add_rms_norm(
+        result: tuple[Tensor, Tensor] | None = fused_add_rms_norm_on_fast_path(
             x, residual, weight, eps, bias, x_scale, weight_offset, round_sum, round_norm, out, residual_out, out_dtype,
             residual_dtype,
         )  # fmt: skip
@@ -169,7 +169,7 @@ def fused_add_rms_norm_(
     if residual is None:
         refuse_type("residual", residual)
     if not is_dynamo_compiling():
-        result: tuple[Tensor, Tensor] | None = _fused_add_rms_norm(
+        result: tuple[Tensor, Tensor] | None = fused_add_rms_norm_on_fast_path(
             x, residual, weight, eps, bias, x_scale, weight_offset, round_sum, round_norm, x, residual
         )
         if result is not None:
@@ -212,7 +212,7 @@ def rms_norm(
         TypeError, ValueError, BackendError: see :func:`fused_add_rms_norm`.
     """
     if not is_dynamo_compiling():
-        result: Tensor | None = _rms_norm(x, weight, eps, bias, weight_offset, round_norm, out, out_dtype)
+        result: Tensor | None = rms_norm_on_fast_path(x, weight, eps, bias, weight_offset, round_norm, out, out_dtype)
         if result is not None:
             return result
     flags = Flags(eps, weight_offset, True, round_norm, out_dtype)
@@ -242,7 +242,7 @@ def rms_norm_(
         TypeError, ValueError, BackendError: see :func:`fused_add_rms_norm`.
     """
     if not is_dynamo_compiling():
-        result: Tensor | None = _rms_norm(x, weight, eps, bias, weight_offset, round_norm, x)
+        result: Tensor | None = rms_norm_on_fast_path(x, weight, eps, bias, weight_offset, round_norm, x)
         if result is not None:
             return result
     flags = Flags(eps, weight_offset, True, round_norm)

@@ -11,13 +11,13 @@ from fusednorm.calls.checks import refuse_type
 from fusednorm.calls.fast_path import Entry
 from fusednorm.operations.norm import NormCall, beyond_fast_path
 
-_rms_norm_add = Entry(
+rms_norm_add_on_fast_path = Entry(
     "two_norms",
     "x residual weight eps between weight_offset round_norm residual_out residual_dtype",
     returned=1,
     constants={"next_norm": False},
 ).of("rms_norm_add")
-_rms_norm_add_rms_norm = Entry(
+rms_norm_add_rms_norm_on_fast_path = Entry(
     "two_norms",
     "x residual weight next_weight eps next_eps between weight_offset round_sum round_norm "
     "out residual_out out_dtype residual_dtype",
@@ -75,7 +75,7 @@ def rms_norm_add_rms_norm(
     if residual is None:
         refuse_type("residual", residual)
     if not is_dynamo_compiling():
-        result: tuple[Tensor, Tensor] | None = _rms_norm_add_rms_norm(
+        result: tuple[Tensor, Tensor] | None = rms_norm_add_rms_norm_on_fast_path(
             x, residual, weight, next_weight, eps, next_eps, between, weight_offset, round_sum, round_norm, out,
             residual_out, out_dtype, residual_dtype,
         )  # fmt: skip
@@ -116,7 +116,7 @@ def rms_norm_add_rms_norm_(
     if residual is None:
         refuse_type("residual", residual)
     if not is_dynamo_compiling():
-        result: tuple[Tensor, Tensor] | None = _rms_norm_add_rms_norm(
+        result: tuple[Tensor, Tensor] | None = rms_norm_add_rms_norm_on_fast_path(
             x, residual, weight, next_weight, eps, next_eps, between, weight_offset, round_sum, round_norm, x, residual
         )
         if result is not None:
@@ -169,7 +169,7 @@ def rms_norm_add(
     if residual is None:
         refuse_type("residual", residual)
     if not is_dynamo_compiling():
-        result: Tensor | None = _rms_norm_add(
+        result: Tensor | None = rms_norm_add_on_fast_path(
             x, residual, weight, eps, between, weight_offset, round_norm, residual_out, residual_dtype
         )
         if result is not None:
@@ -206,7 +206,9 @@ def rms_norm_add_(
     if residual is None:
         refuse_type("residual", residual)
     if not is_dynamo_compiling():
-        result: Tensor | None = _rms_norm_add(x, residual, weight, eps, between, weight_offset, round_norm, residual)
+        result: Tensor | None = rms_norm_add_on_fast_path(
+            x, residual, weight, eps, between, weight_offset, round_norm, residual
+        )
         if result is not None:
             return result
     flags = Flags(eps, weight_offset, True, round_norm)

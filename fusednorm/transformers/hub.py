@@ -80,8 +80,9 @@ def _gated_forms(module: torch.nn.Module, reads: Reads) -> Forms:
 
 def _form(module: torch.nn.Module, x: Tensor, trace: Callable[[torch.nn.Module, Reads], Forms]) -> Form | None:
     """A module's form for x."""
-    found: Forms | None = _found(module, trace)
-    form = None if found is None else form_of(found, x, module)
+    _trace(module, trace)
+    reads, found = module.__dict__["_fusednorm_traced"]
+    form = None if found is None else form_of(found, reads, x, module)
     return None if form is None or form.center else form
 
 

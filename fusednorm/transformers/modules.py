@@ -8,12 +8,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
-from fusednorm.operations.layer_norm import fused_add_layer_norm, layer_norm
-from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
+from fusednorm.operations.layer_norm import (
+    fused_add_layer_norm,
+    fused_add_layer_norm_on_fast_path,
+    layer_norm,
+    layer_norm_on_fast_path,
+)
+from fusednorm.operations.norm import (
+    fused_add_rms_norm,
+    fused_add_rms_norm_on_fast_path,
+    rms_norm,
+    rms_norm_on_fast_path,
+)
 from fusednorm.operations.norm_gated import rms_norm_gated
-from fusednorm.operations.two_norms import rms_norm_add, rms_norm_add_rms_norm
+from fusednorm.operations.two_norms import (
+    rms_norm_add,
+    rms_norm_add_rms_norm,
+    rms_norm_add_rms_norm_on_fast_path,
+)
 from fusednorm.transformers.layers import Rewritten, evaluated, rewritten
 from fusednorm.transformers.norms import Form, Forms, form_of
 from fusednorm.transformers.reads import Reads
@@ -71,9 +85,7 @@ class PatchedNorm(Patched):
                 handed, state.handed = state.handed, None
                 if handed is not None and handed.fits(x):
                     return handed.y
-                if form.center:
-                    return layer_norm(x, *_affine(self, form), form.eps, **form.of_norm)
-                return rms_norm(x, getattr(self, "weight", None), form.eps, **form.of_norm)
+                return _normed(self, form, x)
         elif len(args) == 2 and not kwargs:
             x, gate = args
             form = self._form_with_gate(x, gate)
@@ -99,16 +111,13 @@ class PatchedNorm(Patched):
         return [("layer_norm" if form.center else "rms_norm", {"eps": form.eps, **form.of_norm, **added})]
 
     def _form(self, x: Any) -> Form | None:
-        return self._form_of(x, self._fusednorm.forms) if isinstance(x, Tensor) else None
+        state = self._fusednorm
+        return form_of(state.forms, state.reads, x, self) if isinstance(x, Tensor) else None
 
     def _form_with_gate(self, x: Any, gate: Any) -> Form | None:
         if not (isinstance(x, Tensor) and isinstance(gate, Tensor) and x.dtype == gate.dtype and x.shape == gate.shape):
             return None
-        return self._form_of(x, self._fusednorm.gated)
-
-    def _form_of(self, x: Tensor, forms: Forms) -> Form | None:
-        form = form_of(forms, x, self)
-        return form if form is not None and self._fusednorm.reads.hold(self) else None
+        return form_of(self._fusednorm.gated, self._fusednorm.reads, x, self)
 
 
 class PatchedLayer(Patched):
@@ -164,11 +173,11 @@ class PatchedLayer(Patched):
 
     def _norm_add(self, first: torch.nn.Module, x: Tensor, residual: Tensor) -> Tensor:
         """``residual + first(x)``."""
-        form = _form_beside(first, x, residual)
-        if form is None or form.center:
+        form, weight = _form_beside(first, x, residual), parameter(first, "weight")
+        if form is None or form.center or not _alike(x, residual, weight):
             total: Tensor = residual + first(x)
             return total
-        return rms_norm_add(x, residual, getattr(first, "weight", None), form.eps, **form.of_norm)
+        return rms_norm_add(x, residual, weight, form.eps, **form.of_norm)
 
     def _sum(self, x: Tensor, residual: Tensor, first: torch.nn.Module | None, x_scale: Any) -> Tensor:
         """``residual + x``, without a norm after it."""
@@ -198,43 +207,82 @@ class PatchedLayer(Patched):
 rewritten_layer = functools.cache(rewritten)
 
 
+# Between two norms a model reads its weights, which leaves nothing else in the caches: Python around a norm then takes
+# longer than the norm. Functions are few therefore, and C, which compares shapes and devices, is asked before they are.
+
+
+def _normed(norm: torch.nn.Module, form: Form, x: Tensor) -> Tensor:
+    """The rows of a norm of this form."""
+    weight, bias = _affine(norm, form)
+    y: Tensor | None = None
+    if form.center:
+        if not is_dynamo_compiling():
+            y = layer_norm_on_fast_path(x, weight, bias, form.eps, form.weight_offset, form.round_norm)
+        return layer_norm(x, weight, bias, form.eps, **form.of_norm) if y is None else y
+    if not is_dynamo_compiling():
+        y = rms_norm_on_fast_path(x, weight, form.eps, None, form.weight_offset, form.round_norm)
+    return rms_norm(x, weight, form.eps, **form.of_norm) if y is None else y
+
+
 def _added(
     norm: torch.nn.Module, x: Tensor, residual: Tensor, first: torch.nn.Module | None, x_scale: Any
 ) -> tuple[Tensor, Tensor] | None:
     """One call for the addition and the norms around it; None where that would compute something else."""
-    form, weight = _form_beside(norm, x, residual), parameter(norm, "weight")
+    form = _form_beside(norm, x, residual)
     if form is None or (first is None and type(x_scale) not in (float, int)):
         return None
+    weight, bias = _affine(norm, form)
+    both: tuple[Tensor, Tensor] | None = None
+    fast = not is_dynamo_compiling()
+    offset, rounded = form.weight_offset, form.round_norm
     if form.center:
         if first is not None or x_scale != 1.0:
             return None
-        return fused_add_layer_norm(x, residual, *_affine(norm, form), form.eps, **form.of_norm)
+        if fast:
+            both = fused_add_layer_norm_on_fast_path(x, residual, weight, bias, form.eps, offset, True, rounded)
+        if both is None and _alike(x, residual, weight):
+            both = fused_add_layer_norm(x, residual, weight, bias, form.eps, **form.of_norm)
+        return both
     if first is None:
-        return fused_add_rms_norm(x, residual, weight, form.eps, x_scale=x_scale, **form.of_norm)
+        if fast:
+            both = fused_add_rms_norm_on_fast_path(x, residual, weight, form.eps, None, x_scale, offset, True, rounded)
+        if both is None and _alike(x, residual, weight):
+            both = fused_add_rms_norm(x, residual, weight, form.eps, x_scale=x_scale, **form.of_norm)
+        return both
     before = _form_beside(first, x, residual)
     if before is None or before.center or before.of_norm != form.of_norm:
         return None
-    weights = getattr(first, "weight", None), weight
-    return rms_norm_add_rms_norm(x, residual, *weights, before.eps, next_eps=form.eps, **form.of_norm)
+    weights = parameter(first, "weight"), weight
+    if fast:
+        both = rms_norm_add_rms_norm_on_fast_path(
+            x, residual, *weights, before.eps, form.eps, None, offset, True, rounded
+        )
+    if both is None and _alike(x, residual, *weights):
+        both = rms_norm_add_rms_norm(x, residual, *weights, before.eps, next_eps=form.eps, **form.of_norm)
+    return both
 
 
 def _affine(norm: torch.nn.Module, form: Form) -> tuple[Any, Any]:
-    """The weight and the bias of a LayerNorm."""
+    """The weight and the bias of a norm."""
     weight = parameter(norm, "weight")
-    return (weight + form.added if form.added else weight), parameter(norm, "bias")
+    return (weight + form.added if form.added else weight), parameter(norm, "bias") if form.center else None
 
 
 def _form_beside(norm: torch.nn.Module, x: Tensor, residual: Tensor) -> Form | None:
     """The form of a norm beside an addition of such operands; None where one call for both would be something else.
 
-    A call of ours broadcasts nothing, moves nothing, and calls no hooks.
+    A call of ours calls no hooks, and its operands are :func:`_alike`.
     """
     if not (isinstance(norm, PatchedNorm) and bare(norm) and isinstance(x, Tensor) and isinstance(residual, Tensor)):
         return None
-    if x.dtype != residual.dtype or x.shape != residual.shape or x.device != residual.device:
-        return None
-    weight = parameter(norm, "weight")
-    return norm._form(x) if weight is None or weight.device == x.device else None
+    state = norm._fusednorm
+    return form_of(state.forms, state.reads, x, norm) if x.dtype == residual.dtype else None
+
+
+def _alike(x: Tensor, residual: Tensor, *weights: Tensor | None) -> bool:
+    """Whether operands are of one shape and on one device: a call of ours broadcasts nothing, and moves nothing."""
+    device = x.device
+    return x.shape == residual.shape and all(t is None or t.device == device for t in (residual, *weights))
 
 
 def _version(x: Tensor) -> int | None:

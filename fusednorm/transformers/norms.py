@@ -22,6 +22,8 @@ from fusednorm.transformers.replacing import parameter
 aten = torch.ops.aten
 
 _A = torch.float32  # the accumulator type
+#: Whether there is autocast on any device, which torch tells sooner than that of one device.
+_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 _PAIRS = [(x, weight) for x in (torch.float16, torch.bfloat16, _A) for weight in dict.fromkeys((x, _A))]
 
 
@@ -62,19 +64,24 @@ class Form:
 Forms = dict[tuple[dtype, dtype | None], Form]
 
 
-def form_of(found: Forms, x: Tensor, module: torch.nn.Module) -> Form | None:
-    """The form of a module that holds for such an input."""
-    weight = parameter(module, "weight")
+def form_of(found: Forms, reads: Reads, x: Tensor, module: torch.nn.Module) -> Form | None:
+    """The form of a module that holds for such an input, while its attributes are as they were read."""
+    own, weight = module.__dict__, parameter(module, "weight")
     form = found.get((x.dtype, None if weight is None else weight.dtype))
-    if form is None or form.dims not in (None, x.dim()):
+    if form is None or (form.dims is not None and form.dims != x.dim()):
         return None
     if form.center:
-        if torch.is_autocast_enabled(x.device.type):  # torch's LayerNorm may convert its operands
+        if _autocast() and torch.is_autocast_enabled(x.device.type):  # torch's LayerNorm may convert its operands
             return None
         bias = parameter(module, "bias")
         if bias is not None and (weight is None or bias.dtype != weight.dtype):
             return None
-    return form if form.length is None or x.shape[-1:] == (form.length,) else None
+    if form.length is not None and x.shape[-1:] != (form.length,):
+        return None
+    for name, value in reads.values.items():
+        if own.get(name, ...) is not value and not reads.hold(module):
+            return None
+    return form
 
 
 def forms(module: torch.nn.Module, reads: Reads | None = None, gated: bool = False) -> Forms:

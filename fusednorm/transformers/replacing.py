@@ -11,6 +11,7 @@ from types import MethodType
 from typing import Any, cast
 
 import torch
+from torch.nn.modules.module import _has_any_global_hook
 
 #: A module's class, whether it was replaced, and the replacement, or the reason why not.
 Outcome = tuple[str, bool, str]
@@ -53,18 +54,20 @@ def parameter(module: torch.nn.Module, name: str) -> Any:
 
     Modules find their parameters only after a search of all else, which takes longer than a norm of few rows.
     """
-    return module._parameters[name] if name in module._parameters else getattr(module, name, None)
+    parameters = module.__dict__["_parameters"]
+    return parameters[name] if name in parameters else getattr(module, name, None)
 
 
 def bare(module: torch.nn.Module) -> bool:
     """Whether a call of the module only calls its forward pass."""
+    own = module.__dict__  # by which an attribute is found sooner
     return not (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
-        or torch.nn.modules.module._has_any_global_hook()  # type: ignore[no-untyped-call]
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+        or "forward" in own
+        or _has_any_global_hook()  # type: ignore[no-untyped-call]
     )
 
 

@@ -138,6 +138,7 @@ def test_additions_are_fused(name, monkeypatch):
 
         return call
 
+    monkeypatch.setattr(modules, "is_dynamo_compiling", lambda: True)  # where C would take the calls before they count
     for function in calls:
         monkeypatch.setattr(modules, function, counted(getattr(modules, function)))
     model = build(name)
