@@ -2,11 +2,14 @@
 #ifndef FUSEDNORM_LOG_PROB_H
 #define FUSEDNORM_LOG_PROB_H
 
+#include <string.h>
+
 #include "abi/call.h"
 
 /*
  * The operands. OUT: rows of log_softmax, or its input's gradient, or numbers. D is of rows or of numbers. Numbers of ids have
- * `count` for each row, the others one; they follow each other.
+ * `count` for each row, the others one; they follow each other, but for a TEMPERATURE of all rows, whose stride is 0. M and S
+ * may be absent in a forward pass.
  */
 enum {
     FN_LOGITS, FN_LOG_PROB_OUT, FN_LOG_PROB_IDS, FN_LOG_PROB_TEMPERATURE, FN_LOG_PROB_M, FN_LOG_PROB_S, FN_LOG_PROB_H,
@@ -29,6 +32,16 @@ static inline int64_t fn_log_prob_sums(int64_t hidden) {
     while (sums * 1024 < hidden) sums *= 2;
     return sums;
 }
+
+/* An id of all rows' ids, and whether it is ignored. */
+static inline int64_t fn_id_at(const struct fn_log_prob *job, int64_t i) {
+    const char *const at = (const char *)job->operand[FN_LOG_PROB_IDS].address + i * job->id_size;
+    int32_t narrow;
+    int64_t wide;
+    if (job->id_size == sizeof wide) return memcpy(&wide, at, sizeof wide), wide;
+    return memcpy(&narrow, at, sizeof narrow), narrow;
+}
+static inline int fn_is_ignored(const struct fn_log_prob *job, int64_t id) { return job->ignores && id == job->ignore_index; }
 
 /* Computes row m, whose logits lie at `x`; `out` and `d` are its rows, or the first numbers of all rows. */
 typedef void fn_log_prob_row(const struct fn_log_prob *job, int64_t m, const char *x, char *out, const char *d, void *sums);

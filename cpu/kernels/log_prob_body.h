@@ -25,16 +25,6 @@ static double number_at(const struct fn_operand *o, int64_t i) {
     return value;
 }
 
-static int64_t id_at(const struct fn_log_prob *job, int64_t i) {
-    const char *const at = (const char *)job->operand[FN_LOG_PROB_IDS].address + i * job->id_size;
-    int32_t narrow;
-    int64_t wide;
-    if (job->id_size == sizeof wide) return memcpy(&wide, at, sizeof wide), wide;
-    return memcpy(&narrow, at, sizeof narrow), narrow;
-}
-
-static int is_ignored(const struct fn_log_prob *job, int64_t id) { return job->ignores && id == job->ignore_index; }
-
 static float sum_segment_float(int by_parity, float *v) { return u_halve(by_parity, sum_units(v, FN_SEGMENT)); }
 static double sum_segment_double(int by_parity, double *v) { return (void)by_parity, sum_f64(v, FN_SEGMENT); }
 

@@ -111,8 +111,10 @@ static void OF(log_prob_forward)(const struct fn_log_prob *job, const struct OF(
     REAL m = OF(greatest_of)(row, job->hidden);
     const REAL s = OF(sum_of_exponentials)(row, job->hidden, m, sums, of_z), log_s = OF(log_of)(s);
     if (s != s && OF(has_nan)(row, job->hidden)) m = (REAL)NAN;
-    ((REAL *)o[FN_LOG_PROB_M].address)[at] = m;
-    ((REAL *)o[FN_LOG_PROB_S].address)[at] = s;
+    if (o[FN_LOG_PROB_M].kind) {
+        ((REAL *)o[FN_LOG_PROB_M].address)[at] = m;
+        ((REAL *)o[FN_LOG_PROB_S].address)[at] = s;
+    }
     if (job->operation == FN_LOGSUMEXP) {
         ((REAL *)out)[at] = m == INFINITY || m == -INFINITY ? m : m + log_s;
     } else if (job->operation == FN_LOG_SOFTMAX) {
@@ -127,8 +129,8 @@ static void OF(log_prob_forward)(const struct fn_log_prob *job, const struct OF(
     } else {
         int counted = 0;
         for (int64_t k = at * job->count; k < (at + 1) * job->count; k++) {
-            const int64_t id = id_at(job, k);
-            const int ignored = is_ignored(job, id), there = id >= 0 && id < job->hidden;
+            const int64_t id = fn_id_at(job, k);
+            const int ignored = fn_is_ignored(job, id), there = id >= 0 && id < job->hidden;
             REAL lp = ignored ? 0 : (REAL)NAN;
             if (!ignored && there) lp = (OF(numbers)(row, row->kind, id, 1, t, NULL)[0] - m) - log_s;
             counted |= !ignored;
@@ -140,7 +142,7 @@ static void OF(log_prob_forward)(const struct fn_log_prob *job, const struct OF(
 
 /* The gradient of the log-probability of id `id`; 0 where it is ignored. */
 static REAL OF(d_of)(const struct fn_log_prob *job, int64_t k, int64_t id) {
-    if (is_ignored(job, id)) return 0;
+    if (fn_is_ignored(job, id)) return 0;
     return id >= 0 && id < job->hidden ? (REAL)number_at(&job->operand[FN_LOG_PROB_D], k) : (REAL)NAN;
 }
 
@@ -148,7 +150,7 @@ static REAL OF(d_of)(const struct fn_log_prob *job, int64_t k, int64_t id) {
 static REAL OF(a_of)(const struct fn_log_prob *job, int64_t at, int64_t id, REAL p) {
     REAL own = 0, others = 0;
     for (int64_t k = at * job->count; k < (at + 1) * job->count; k++) {
-        const int64_t other = id_at(job, k);
+        const int64_t other = fn_id_at(job, k);
         const REAL d = OF(d_of)(job, k, other);
         if (other == id) own += d;
         else others += d;
@@ -169,9 +171,9 @@ static void OF(log_prob_backward)(const struct fn_log_prob *job, const struct OF
     int counted = !selects;
     if (selects) {
         for (int64_t k = at * job->count; k < (at + 1) * job->count; k++) {
-            const int64_t id = id_at(job, k);
+            const int64_t id = fn_id_at(job, k);
             sum += OF(d_of)(job, k, id);
-            counted |= !is_ignored(job, id);
+            counted |= !fn_is_ignored(job, id);
         }
     } else if (whole) {
         int64_t segments = 0;
@@ -205,7 +207,7 @@ static void OF(log_prob_backward)(const struct fn_log_prob *job, const struct OF
             FN_VECTORS()
             for (int j = 0; j < n; j++) dt[j] = sum * (0 - e[j] / s);
             for (int64_t k = at * job->count; k < (at + 1) * job->count; k++) {
-                const int64_t id = id_at(job, k);
+                const int64_t id = fn_id_at(job, k);
                 if (id >= i && id < i + n) dt[id - i] = OF(a_of)(job, at, id, e[id - i] / s);
             }
         }
@@ -231,8 +233,9 @@ static void OF(log_prob_backward)(const struct fn_log_prob *job, const struct OF
 static void OF(log_prob_row)(const struct fn_log_prob *job, int64_t at, const char *x, char *out, const char *d, void *sums) {
     const struct fn_operand *o = job->operand;
     struct OF(logits) row = {.x = x, .kind = o[FN_LOGITS].kind, .cap = {.limit = job->softcap, .between = NONE}};
-    row.divides = o[FN_LOG_PROB_TEMPERATURE].kind != NONE;
-    if (row.divides) row.temperature = (REAL)number_at(&o[FN_LOG_PROB_TEMPERATURE], at);
+    const struct fn_operand *const temperature = &o[FN_LOG_PROB_TEMPERATURE];
+    row.divides = temperature->kind != NONE;
+    if (row.divides) row.temperature = (REAL)number_at(temperature, at * temperature->stride);
     if (job->operation == FN_LOGARITHM) {
         for (int64_t i = 0; i < job->hidden; i++) ((REAL *)out)[at * job->hidden + i] = OF(log_of)(((const REAL *)x)[i]);
     } else if (job->pass == FN_BACKWARD) {

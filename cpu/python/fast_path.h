@@ -1,6 +1,6 @@
 /*
  * Shared by the files of the fast path, in the order in which they know each other: fast_path_operands.c reads a tensor,
- * fast_path_quantized.c, _gated.c and _rotated.c read the operands of those operations, and fast_path_forward.c those of a
+ * fast_path_quantized.c, _gated.c, _rotated.c and _log_prob.c read the operands of those operations, and fast_path_forward.c those of a
  * norm before or after them; fast_path_backward.c reads gradients. fast_path_entries.c is what Python calls, fast_path.c the module.
  */
 #ifndef FUSEDNORM_FAST_PATH_H
@@ -113,6 +113,8 @@ typedef struct {
  * NULL. Returns 0, nonzero if it is no tensor on x's device whose rows are one stride apart, or -1 with a Python error.
  */
 int fn_take_output(output *out, PyObject *given, PyObject *x, const tensor *x_tensor, int64_t last, PyObject *keywords);
+/* Makes a tensor of these sizes, of x's dtype or that of the keywords; returns in the same way. */
+int fn_make_numbers(output *out, PyObject *x, const tensor *x_tensor, const int64_t *sizes, int count, PyObject *keywords);
 /* Ends a call that failed or not: the outputs in a tuple, or one alone; or None if Python must make the call. */
 PyObject *fn_hand_out(output *outputs, int count, int failed);
 
@@ -153,6 +155,7 @@ struct fn_quantized {
     int points; /* whether there are zero points */
 };
 void fn_open_quantizer(PyObject *keywords); /* a tuple: for a dtype of each enum fn_byte_kind, for scales and for zero points */
+PyObject *fn_keywords_of_float(void); /* borrowed: of float32 */
 /* Of the dtype of rows that pass to a next step: 1 if they are float, 0 if x's, -1 if it is none of both. */
 int fn_between(PyObject *dtype);
 /* Reads the arguments of a quantizer. Returns 0 if the fast path does not take them, perhaps with a Python error. */
@@ -172,6 +175,8 @@ struct fn_gated {
     int64_t groups; /* the parts of a row that are normalised */
 };
 enum { FN_GATE_OUT_ARGUMENT = 6 };
+/* Reads a number that is positive and normal, in float or in double. Returns 0 for what Python reports, or converts. */
+int fn_read_normal(PyObject *number, int wide, double *value);
 /* Reads the arguments of a gate. Returns 0 if the fast path does not take them, perhaps with a Python error. */
 int fn_read_gate(PyObject *const *arguments, const tensor *x, struct fn_gated *given);
 /* Allocates the output if it is not given, and makes the call in the same way: the output, or None if Python must make the call. */
@@ -182,6 +187,9 @@ PyObject *fn_run_gated(PyObject *const *arguments, PyObject *x, const tensor *x_
  * has a bit for each type of device whose tensors are taken.
  */
 PyObject *fn_rotate(PyObject *const *arguments, long devices);
+
+/* fast_path_log_prob.c: log-probabilities on a CPU. Returns as `run` of a kind of call, below. */
+PyObject *fn_find_log_prob(PyObject *const *arguments, long devices, int may_record);
 
 /*
  * A kind of call: the names of its arguments, with blanks between, and their number; `run` returns the results, or None if

@@ -16,6 +16,7 @@ enum { FIRST_WEIGHT = ARGUMENTS, FIRST_EPS, BETWEEN, NEXT_NORM };
 
 static PyObject *forward(const struct fn_call_kind *kind, PyObject **arguments, long devices, int may_record);
 static PyObject *rotate(const struct fn_call_kind *kind, PyObject **arguments, long devices, int may_record);
+static PyObject *find_log_prob(const struct fn_call_kind *kind, PyObject **arguments, long devices, int may_record);
 
 enum { NORM, TWO_NORMS, QUANTIZER, GATE };
 const struct fn_call_kind fn_call_kinds[] = {
@@ -29,6 +30,7 @@ const struct fn_call_kind fn_call_kinds[] = {
     {"rotation",
      "q k q_weight k_weight cos sin positions q_out k_out eps weight_offset norm interleaved round_products between round_norm",
      16, rotate},
+    {"log_prob", "logits ids temperature softcap ignore_index out out_dtype operation kept", 9, find_log_prob},
     {NULL, NULL, 0, NULL},
 };
 
@@ -41,6 +43,11 @@ const struct fn_call_kind *fn_call_kind_named(const char *name) {
 static PyObject *rotate(const struct fn_call_kind *kind, PyObject **arguments, long devices, int may_record) {
     (void)kind, (void)may_record;
     return fn_rotate(arguments, devices);
+}
+
+static PyObject *find_log_prob(const struct fn_call_kind *kind, PyObject **arguments, long devices, int may_record) {
+    (void)kind;
+    return fn_find_log_prob(arguments, devices, may_record);
 }
 
 /* Whether autograd would have to know of the call. An output in place was looked at as x or the residual. */

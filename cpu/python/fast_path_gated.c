@@ -46,12 +46,16 @@ static int read_steps(PyObject *const *arguments, struct fn_gate *g) {
     return arguments[INTERLEAVED] == Py_False || (arguments[INTERLEAVED] == Py_True && arguments[Z] == Py_None);
 }
 
-/* Reads the cap of softcap, a normal number of the type of the computation, and its roundings. Returns 0 as read_steps. */
-static int read_softcap(PyObject *const *arguments, int64_t kind, struct fn_gate *g) {
-    if (Py_TYPE(arguments[LIMIT]) != &PyFloat_Type && Py_TYPE(arguments[LIMIT]) != &PyLong_Type) return 0;
-    g->limit = PyFloat_AsDouble(arguments[LIMIT]);
+int fn_read_normal(PyObject *number, int wide, double *value) {
+    if (Py_TYPE(number) != &PyFloat_Type && Py_TYPE(number) != &PyLong_Type) return 0;
+    *value = PyFloat_AsDouble(number);
     if (PyErr_Occurred()) PyErr_Clear();
-    if (!(g->limit >= (g->wide ? DBL_MIN : FLT_MIN) && g->limit <= (g->wide ? DBL_MAX : FLT_MAX))) return 0;
+    return *value >= (wide ? DBL_MIN : FLT_MIN) && *value <= (wide ? DBL_MAX : FLT_MAX);
+}
+
+/* Reads the cap of softcap and its roundings. Returns 0 as read_steps. */
+static int read_softcap(PyObject *const *arguments, int64_t kind, struct fn_gate *g) {
+    if (!fn_read_normal(arguments[LIMIT], (int)g->wide, &g->limit)) return 0;
     if (!PyBool_Check(arguments[ROUNDS])) return 0;
     if (arguments[ROUNDS] == Py_True && (kind == FN_F16 || kind == FN_BF16)) g->between = kind;
     return 1;

@@ -19,30 +19,48 @@ PyObject *fn_keywords_of(PyObject *dtype) {
     return NULL;
 }
 
-/* A new tensor like x, as fn_take_output says; NULL with a Python error. */
-static PyObject *make(PyObject *x, const tensor *x_tensor, int64_t last, PyObject *keywords) {
-    if (!last && !keywords) return PyObject_CallFunctionObjArgs(empty_like, x, NULL);
-    PyObject *arguments, *shape = last ? PyTuple_New(x_tensor->ndim) : NULL;
-    for (int i = 0; shape && i < x_tensor->ndim; i++) {
-        PyObject *size = PyLong_FromLongLong(i < x_tensor->ndim - 1 ? x_tensor->shape[i] : last);
+/* A new tensor of x's dtype or that of the keywords: of these sizes, and `last` behind them unless that is 0. NULL with a Python error. */
+static PyObject *make(PyObject *x, const int64_t *sizes, int count, int64_t last, PyObject *keywords) {
+    const int all = count + (last != 0);
+    PyObject *shape = PyTuple_New(all);
+    for (int i = 0; shape && i < all; i++) {
+        PyObject *size = PyLong_FromLongLong(i < count ? sizes[i] : last);
         if (!size || PyTuple_SetItem(shape, i, size)) Py_CLEAR(shape);
     }
-    if (last) arguments = shape ? PyTuple_Pack(2, x, shape) : NULL;
-    else arguments = PyTuple_Pack(1, x);
-    PyObject *made = arguments ? PyObject_Call(last ? new_empty : empty_like, arguments, keywords) : NULL;
+    PyObject *arguments = shape ? PyTuple_Pack(2, x, shape) : NULL;
+    PyObject *made = arguments ? PyObject_Call(new_empty, arguments, keywords) : NULL;
     Py_XDECREF(shape);
     Py_XDECREF(arguments);
     return made;
 }
 
-int fn_take_output(output *out, PyObject *given, PyObject *x, const tensor *x_tensor, int64_t last, PyObject *keywords) {
-    out->given = given != Py_None;
-    out->object = out->given ? Py_NewRef(given) : make(x, x_tensor, last, keywords);
+static PyObject *make_like(PyObject *x, PyObject *keywords) {
+    if (!keywords) return PyObject_CallFunctionObjArgs(empty_like, x, NULL);
+    PyObject *arguments = PyTuple_Pack(1, x), *made = arguments ? PyObject_Call(empty_like, arguments, keywords) : NULL;
+    Py_XDECREF(arguments);
+    return made;
+}
+
+/* Reads an output's tensor, or NULL with a Python error; returns as fn_take_output does. */
+static int read_output(output *out, const tensor *x_tensor) {
     if (!out->object) return -1;
     if (!fn_read_any(out->object, &out->t, &out->o)) return PyErr_Occurred() ? -1 : 1;
     if (!out->given && out->t.device.type == DL_CPU)
         fn_expect_writes(out->o.address, fn_elements(&out->t) * (out->t.dtype.bits / 8));
     return !fn_same_device(&out->t, x_tensor);
+}
+
+int fn_take_output(output *out, PyObject *given, PyObject *x, const tensor *x_tensor, int64_t last, PyObject *keywords) {
+    out->given = given != Py_None;
+    if (out->given) out->object = Py_NewRef(given);
+    else out->object = last ? make(x, x_tensor->shape, x_tensor->ndim - 1, last, keywords) : make_like(x, keywords);
+    return read_output(out, x_tensor);
+}
+
+int fn_make_numbers(output *out, PyObject *x, const tensor *x_tensor, const int64_t *sizes, int count, PyObject *keywords) {
+    out->given = 0;
+    out->object = make(x, sizes, count, 0, keywords);
+    return read_output(out, x_tensor);
 }
 
 PyObject *fn_hand_out(output *outputs, int count, int failed) {

@@ -23,9 +23,11 @@ static int is_of(const tensor *t, uint8_t code, uint8_t bits) {
     return t->dtype.code == code && t->dtype.bits == bits && t->dtype.lanes == 1;
 }
 
+PyObject *fn_keywords_of_float(void) { return PyTuple_GetItem(dtypes, FLOAT_SCALES); }
+
 int fn_between(PyObject *dtype) {
     if (dtype == Py_None) return 0;
-    return dtype == PyDict_GetItemString(PyTuple_GetItem(dtypes, FLOAT_SCALES), "dtype") ? 1 : -1;
+    return dtype == PyDict_GetItemString(fn_keywords_of_float(), "dtype") ? 1 : -1;
 }
 
 /* Reads the only number of a scale or a zero point that is given; 0 if there is none, or Python reports its value. */

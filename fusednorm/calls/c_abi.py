@@ -42,7 +42,7 @@ KINDS: dict[torch.dtype | None, int] = {
 # Integers of this module: an attribute of an enumeration costs 0.1 us, and packing is a tenth of a short call.
 _flags = tuple(flag.value for flag in Flag)
 ROUND_SUM, ROUND_NORM, SCALE_ONLY, QUANTIZED, QUANTIZE_ONLY = _flags[:5]
-GATE_AFTER, GATE_BEFORE, GATE_ONLY, ROTATION_ONLY, CENTER = _flags[5:]
+GATE_AFTER, GATE_BEFORE, GATE_ONLY, ROTATION_ONLY, CENTER = _flags[5:10]
 NORMALISED, INTERLEAVED = (flag.value for flag in RotationFlag)
 CLAMP_AFTER, ROUND_STEPS, IN_TURNS = (flag.value for flag in GateFlag)
 
@@ -323,7 +323,8 @@ def pack_log_prob(call: LogProb | LogProbBackward, threads: int = 1) -> bytes:
         *_operand(call.logits, of_logits),
         *out,
         *(0, 0 if ids is None else ids.data_ptr(), 0, 0),
-        *itertools.chain(*map(_operand, (call.temperature, call.m, call.s, call.entropy))),
+        *_operand(call.temperature, (0, 1)),
+        *itertools.chain(*map(_operand, (call.m, call.s, call.entropy))),
         *d,
         *d_entropy,
     )

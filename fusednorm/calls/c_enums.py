@@ -29,7 +29,7 @@ class Flag(IntEnum):
     the rows of x, and there is nothing else. GATE_AFTER, GATE_BEFORE: a `struct fn_gate` follows, which takes
     the rows of out, or whose rows are taken as x, and rounded, with ROUND_NORM, to out's kind; GATE_ONLY: there
     is nothing else. ROTATION_ONLY: a `struct fn_rotation` follows, and there is nothing else; for GPUs. CENTER:
-    rows are normalised less their means.
+    rows are normalised less their means. LOG_PROB_ONLY: a `struct fn_log_prob` follows, and there is nothing else.
     """
 
     ROUND_SUM = 1
@@ -42,6 +42,7 @@ class Flag(IntEnum):
     GATE_ONLY = 128
     ROTATION_ONLY = 256
     CENTER = 512
+    LOG_PROB_ONLY = 1024
 
 
 class ByteKind(IntEnum):

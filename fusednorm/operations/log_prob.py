@@ -10,10 +10,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
+from fusednorm.calls import must_be_seen
+from fusednorm.calls.c_enums import LogProbOf
 from fusednorm.calls.call import accumulator
 from fusednorm.calls.checks import check_cap, number, refuse_type
 from fusednorm.calls.declared import Declaration, Operand, Result, Role
+from fusednorm.calls.fast_path import Entry
 from fusednorm.engine import log_prob
 from fusednorm.engine.log_prob import Selecting
 from fusednorm.operations.declared import Operation, dtype_of
@@ -144,12 +148,43 @@ def _run_gradient(name: str, formula: Callable[..., tuple[Tensor | None]]) -> Ca
 
 
 class _Operation(Operation):
-    """An operation with log-probabilities, which a backend may have in one call."""
+    """An operation with log-probabilities, which a backend may have in one call, and its calls on the fast path."""
 
     steps = "log_prob"
 
+    def __init__(self, of: LogProbOf, declaration: Declaration, *functions: Callable[..., Any]) -> None:
+        self._names = [operand.name for operand in declaration.operands] + [*declaration.flags]
+        entry = Entry("log_prob", " ".join(self._names), constants={"operation": of.value, "kept": True})
+        super().__init__(declaration, *functions, fast=entry.open())
+        public = Entry("log_prob", f"{entry.names} out", constants={"operation": of.value, "kept": False})
+        self._on_fast_path = public.open(recorded=self._record)
+
+    def __call__(self, name: str, **arguments: Any) -> Any:
+        """See :class:`Operation`; also for a temperature that is a number, and for ``out`` without its dtype."""
+        if not is_dynamo_compiling():
+            found = self._on_fast_path(**arguments)
+            if found is not None:
+                return found
+        logits = arguments["logits"]
+        if "out" in arguments:
+            arguments["out_dtype"] = dtype_of(arguments["out"], arguments["out_dtype"], logits, "logits")
+        if "temperature" in arguments:
+            arguments["temperature"] = _of_rows(logits, arguments["temperature"])
+        return super().__call__(name, **arguments)
+
+    def _record(self, logits: Tensor, **others: Any) -> Any:
+        """The results for plain operands that C has read, where gradients are recorded; or None."""
+        if others.pop("out", None) is not None or must_be_seen.transforms_active():
+            return None
+        if "temperature" in others:
+            others["temperature"] = _of_rows(logits, others["temperature"])
+        given = [others.get(name) for name in self._names[1:]]
+        found = cast(Any, self.recorded).apply(logits, *given)[: len(self.declaration.returned)]
+        return found if len(found) > 1 else found[0]
+
 
 _LOG_SOFTMAX = _Operation(
+    LogProbOf.LOG_SOFTMAX,
     Declaration(
         "log_softmax",
         operands=(Operand("logits"),),
@@ -162,6 +197,7 @@ _LOG_SOFTMAX = _Operation(
     _run_gradient("log_softmax", reference.log_softmax_gradient),
 )
 _LOGSUMEXP = _Operation(
+    LogProbOf.LOGSUMEXP,
     Declaration(
         "logsumexp",
         operands=(Operand("logits"),),
@@ -173,6 +209,7 @@ _LOGSUMEXP = _Operation(
     _run_gradient("logsumexp", reference.logsumexp_gradient),
 )
 _SELECTED = _Operation(
+    LogProbOf.SELECTED,
     Declaration(
         "selected_log_prob",
         results=(_LOG_PROB, *_SUMS),
@@ -185,6 +222,7 @@ _SELECTED = _Operation(
     _run_gradient("selected", _selected_gradient),
 )
 _WITH_ENTROPY = _Operation(
+    LogProbOf.SELECTED_AND_ENTROPY,
     Declaration(
         "selected_log_prob_and_entropy",
         results=(
@@ -235,7 +273,6 @@ def log_softmax(logits: Tensor, *, out: Tensor | None = None, out_dtype: torch.d
         ValueError: shapes, devices or memory do not fit.
         RuntimeError: ``out`` is given and logits requires grad.
     """
-    out_dtype = dtype_of(out, out_dtype, logits, "logits")
     result: Tensor = _LOG_SOFTMAX("log_softmax", logits=logits, out=out, out_dtype=out_dtype)
     return result
 
@@ -285,7 +322,7 @@ def selected_log_prob(
         "selected_log_prob",
         logits=logits,
         ids=ids,
-        temperature=_of_rows(logits, temperature),
+        temperature=temperature,
         softcap=softcap,
         ignore_index=ignore_index,
     )
@@ -311,7 +348,7 @@ def selected_log_prob_and_entropy(
         "selected_log_prob_and_entropy",
         logits=logits,
         ids=ids,
-        temperature=_of_rows(logits, temperature),
+        temperature=temperature,
         softcap=softcap,
         ignore_index=ignore_index,
     )

@@ -44,7 +44,7 @@ class Operator:
         self.count = len(declaration.operands)
         #: The operands that gradients take.
         self.taken = slice(0 if declaration.transposed is None else 1, self.count)
-        self.recorded = _recorded(self)
+        self.fast, self.recorded = fast, _recorded(self)
         name, gradients = declaration.name, None
         if self.differentiable:
             gradients = (lambda ctx, *incoming: self.gradients(ctx, incoming, through_dispatcher=True), self.keep)
@@ -211,6 +211,8 @@ def _recorded(operator: Operator) -> type[torch.autograd.Function]:
 
         @staticmethod
         def forward(*arguments: Any) -> Any:
+            if operator.fast is not None and (found := operator.fast(*arguments)) is not None:
+                return found
             operands = arguments[: operator.count]
             if must_be_seen.below(*operands):
                 return _one_or_more(operator.dispatched(*arguments))

@@ -9,12 +9,17 @@ import mpmath  # sympy's, which torch asks for
 import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
+from torch.utils.flop_counter import FlopCounterMode
 
 import fusednorm
 from fusednorm import log_softmax, logsumexp, selected_log_prob, selected_log_prob_and_entropy
+from fusednorm.calls import fast_path
+from fusednorm.calls.c_enums import LogProbOf
 from fusednorm.conformance import oracle_log_prob
 from fusednorm.conformance.cases import DTYPES
 from fusednorm.reference import log_prob as reference
+
+from fast_calls import close_fast_path, fast_calls
 
 ROOT = Path(__file__).parents[2]
 WIDE = (torch.float32, torch.float64)
@@ -155,6 +160,128 @@ def test_what_is_refused_is_named():
             selected_log_prob(logits, ids)
     with pytest.raises(TypeError, match="temperature is float64 while logits is float32"):
         selected_log_prob(logits, IDS, temperature=TEMPERATURE)
+
+
+PLAIN, HALF, DOUBLE = LOGITS.float(), LOGITS.bfloat16(), LOGITS.clone()
+#: Calls that the fast path takes.
+USUAL = {
+    "rows": (log_softmax, PLAIN, {}),
+    "one row": (log_softmax, PLAIN[0], {}),
+    "another dtype": (log_softmax, HALF, {"out_dtype": torch.float32}),
+    "an output": (log_softmax, HALF, {"out": torch.empty(4, 12)[:, 3:]}),
+    "sums": (logsumexp, DOUBLE, {}),
+    "sums of three dimensions": (logsumexp, HALF.view(2, 2, 9), {}),
+    "an id": (selected_log_prob, HALF, {"ids": IDS.flatten()[:4]}),
+    "short ids": (selected_log_prob, DOUBLE, {"ids": IDS.int()}),
+    "columns": (selected_log_prob, torch.cat((PLAIN, PLAIN), -1)[:, 3:12], {"ids": IDS}),
+    "ignored ids": (selected_log_prob, HALF, {"ids": IDS - 100 * (IDS == 3), "ignore_index": -97, "softcap": 30}),
+    "an entropy": (
+        selected_log_prob_and_entropy,
+        PLAIN,
+        {"ids": IDS, "temperature": 0.7, "softcap": 2.5, "ignore_index": 3},
+    ),
+    "temperatures": (
+        selected_log_prob_and_entropy,
+        HALF,
+        {"ids": IDS.flatten()[:4], "temperature": TEMPERATURE.half()},
+    ),
+}
+
+
+def same(found, wanted):
+    both = zip(*(t if isinstance(t, tuple) else (t,) for t in (found, wanted)), strict=True)
+    return all(a.equal(b) and a.dtype == b.dtype and a.is_contiguous() == b.is_contiguous() for a, b in both)
+
+
+@pytest.mark.skipif(not fast_path.OPEN, reason="no fast path: compiled, with torch 2.10 or newer")
+@pytest.mark.parametrize("name", USUAL)
+def test_the_fast_path_has_the_bits_of_python(monkeypatch, name):
+    """Also of the operator, which returns what gradients take, as tensors of their own, and where they are recorded."""
+    function, logits, others = USUAL[name]
+    number = LogProbOf[function.__name__.removesuffix("_log_prob").replace("_log_prob", "").upper()]
+    operator = getattr(torch.ops.fusednorm, function.__name__).default
+    given = {"logits": logits, **others}
+    declared = {name: value for name, value in given.items() if name != "out"}
+    if "ids" in given:
+        temperature = given.get("temperature")
+        declared["temperature"] = torch.full((4,), temperature) if isinstance(temperature, float) else temperature
+
+    def recorded():
+        leaf = logits.clone().requires_grad_()
+        found = function(**{**given, "logits": leaf})
+        found = found if isinstance(found, tuple) else (found,)
+        (dx,) = torch.autograd.grad(found, leaf, [t.detach() + 1 for t in found])
+        return *(t.detach() for t in found), dx
+
+    calls = [lambda: function(**given), lambda: operator(**declared), *([recorded] if "out" not in given else [])]
+    found = [call() for call in calls]
+    take = fast_calls("cpu")
+    by_c = take("log_prob", **given, operation=number.value, kept=False)
+    of_operator = take("log_prob", **declared, operation=number.value, kept=True)
+    close_fast_path(monkeypatch)
+    wanted = [call() for call in calls]
+    assert all(map(same, (*found, by_c, of_operator), (*wanted, *wanted[:2])))
+    assert len({t.data_ptr() for t in of_operator}) == len(of_operator)
+
+
+@pytest.mark.skipif(not fast_path.OPEN, reason="no fast path: compiled, with torch 2.10 or newer")
+def test_what_the_fast_path_leaves_to_python():
+    """It is left untouched."""
+    out, shared, take = torch.full((4, 9), 7.0), torch.ones(5, 9), fast_calls("cpu")
+
+    def run(logits=PLAIN, ids=IDS, operation=LogProbOf.SELECTED, **others):
+        return take("log_prob", logits=logits, ids=ids, operation=operation.value, kept=False, **others)
+
+    def rows(logits=PLAIN, out=out, **others):
+        return run(logits, operation=LogProbOf.LOG_SOFTMAX, out=out, **others)
+
+    assert run() is not None
+    unusual = {
+        "no rows": lambda: run(PLAIN[:0], IDS[:0]),
+        "no ids": lambda: run(ids=IDS[:, :0]),
+        "a number": lambda: run(torch.tensor(1.0), torch.tensor(0)),
+        "whole numbers": lambda: run(IDS),
+        "rows in two levels": lambda: run(torch.ones(3, 4, 9)[:2, :3], IDS[0].expand(2, 3)),
+        "ids of other rows": lambda: run(ids=IDS[:3]),
+        "ids of other dimensions": lambda: run(ids=IDS.unsqueeze(-1)),
+        "ids with gaps": lambda: run(ids=IDS[:, ::2]),
+        "ids of another type": lambda: run(ids=IDS.short()),
+        "ids that are no integers": lambda: run(ids=IDS.float()),
+        "an id behind the last": lambda: run(ids=IDS + 1),
+        "an id before the first": lambda: run(ids=IDS - 1),
+        "one that is not the one to be ignored": lambda: run(ids=IDS - 2, ignore_index=-1),
+        "an ignored id that no int64 holds": lambda: run(ignore_index=2**63),
+        "an ignored id of another type": lambda: run(ignore_index=1.0),
+        "no softcap": lambda: run(softcap=0.0),
+        "an infinite softcap": lambda: run(softcap=math.inf),
+        "a softcap that no float32 holds": lambda: run(softcap=1e39),
+        "a softcap of another type": lambda: run(softcap="2"),
+        "no temperature": lambda: run(temperature=0.0),
+        "a temperature that is no number": lambda: run(temperature=math.nan),
+        "a temperature that no float32 holds": lambda: run(temperature=1e-46),
+        "a wide temperature": lambda: run(temperature=TEMPERATURE),
+        "temperatures of ids": lambda: run(temperature=TEMPERATURE.float().unsqueeze(-1)),
+        "a temperature of another type": lambda: run(temperature=True),
+        "a gradient": lambda: run(PLAIN.clone().requires_grad_()),
+        "a gradient of a temperature": lambda: run(temperature=TEMPERATURE.float().requires_grad_()),
+        "a gradient of the output": lambda: rows(out=torch.ones(4, 9, requires_grad=True)),
+        "an output and its dtype": lambda: rows(out_dtype=torch.float32),
+        "an output of other rows": lambda: rows(out=out[:3]),
+        "a wide output": lambda: rows(out=torch.empty(4, 9, dtype=torch.float64)),
+        "an output in the rows before": lambda: rows(shared[1:], shared[:4]),
+        "an output of one row": lambda: rows(out=out[:1].expand(4, 9)),
+        "an output's rows of columns": lambda: rows(out=torch.empty(9, 4).t()),
+    }
+    for name, call in unusual.items():
+        assert call() is None, name
+        assert out.eq(7).all(), name
+        assert out._version == shared._version == 0, name
+    with FlopCounterMode(display=False):
+        assert run() is None
+    assert fast_calls("cuda")("log_prob", logits=PLAIN, operation=LogProbOf.LOGSUMEXP.value, kept=False) is None
+    kept = PLAIN.clone()
+    assert rows(kept, kept).equal(log_softmax(PLAIN))
+    assert kept._version == 1
 
 
 def test_no_second_tensor_of_all_rows(monkeypatch):
