@@ -18,10 +18,10 @@ static void narrow_double(int64_t kind, const double *x, int n, char *row, int64
     narrow_from_f64((int)kind, x, row + i * fn_element_size(kind), n);
 }
 
-/* One number of an operand. */
+/* One number of an operand with numbers. */
 static double number_at(const struct fn_operand *o, int64_t i) {
     double value;
-    widen_double(o->kind, (const char *)o->address, i, 1, &value);
+    widen_double(o->kind, (const char *)o->address, i * o->stride, 1, &value);
     return value;
 }
 

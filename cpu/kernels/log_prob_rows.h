@@ -233,9 +233,8 @@ static void OF(log_prob_backward)(const struct fn_log_prob *job, const struct OF
 static void OF(log_prob_row)(const struct fn_log_prob *job, int64_t at, const char *x, char *out, const char *d, void *sums) {
     const struct fn_operand *o = job->operand;
     struct OF(logits) row = {.x = x, .kind = o[FN_LOGITS].kind, .cap = {.limit = job->softcap, .between = NONE}};
-    const struct fn_operand *const temperature = &o[FN_LOG_PROB_TEMPERATURE];
-    row.divides = temperature->kind != NONE;
-    if (row.divides) row.temperature = (REAL)number_at(temperature, at * temperature->stride);
+    row.divides = o[FN_LOG_PROB_TEMPERATURE].kind != NONE;
+    if (row.divides) row.temperature = (REAL)number_at(&o[FN_LOG_PROB_TEMPERATURE], at);
     if (job->operation == FN_LOGARITHM) {
         for (int64_t i = 0; i < job->hidden; i++) ((REAL *)out)[at * job->hidden + i] = OF(log_of)(((const REAL *)x)[i]);
     } else if (job->pass == FN_BACKWARD) {

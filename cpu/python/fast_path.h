@@ -188,8 +188,9 @@ PyObject *fn_run_gated(PyObject *const *arguments, PyObject *x, const tensor *x_
  */
 PyObject *fn_rotate(PyObject *const *arguments, long devices);
 
-/* fast_path_log_prob.c: log-probabilities on a CPU. Returns as `run` of a kind of call, below. */
+/* fast_path_log_prob.c: log-probabilities on a CPU, and the gradient of their logits. They return as `run` of a kind of call, below. */
 PyObject *fn_find_log_prob(PyObject *const *arguments, long devices, int may_record);
+PyObject *fn_find_log_prob_gradient(PyObject *const *arguments, long devices);
 
 /*
  * A kind of call: the names of its arguments, with blanks between, and their number; `run` returns the results, or None if

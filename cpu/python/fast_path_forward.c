@@ -17,6 +17,7 @@ enum { FIRST_WEIGHT = ARGUMENTS, FIRST_EPS, BETWEEN, NEXT_NORM };
 static PyObject *forward(const struct fn_call_kind *kind, PyObject **arguments, long devices, int may_record);
 static PyObject *rotate(const struct fn_call_kind *kind, PyObject **arguments, long devices, int may_record);
 static PyObject *find_log_prob(const struct fn_call_kind *kind, PyObject **arguments, long devices, int may_record);
+static PyObject *find_log_prob_gradient(const struct fn_call_kind *kind, PyObject **arguments, long devices, int may_record);
 
 enum { NORM, TWO_NORMS, QUANTIZER, GATE };
 const struct fn_call_kind fn_call_kinds[] = {
@@ -30,7 +31,9 @@ const struct fn_call_kind fn_call_kinds[] = {
     {"rotation",
      "q k q_weight k_weight cos sin positions q_out k_out eps weight_offset norm interleaved round_products between round_norm",
      16, rotate},
-    {"log_prob", "logits ids temperature softcap ignore_index out out_dtype operation kept", 9, find_log_prob},
+    {"log_prob", "logits ids temperature softcap ignore_index operation out out_dtype kept", 9, find_log_prob},
+    {"log_prob_backward", "logits ids temperature softcap ignore_index operation d d_entropy m s entropy needs", 12,
+     find_log_prob_gradient},
     {NULL, NULL, 0, NULL},
 };
 
@@ -48,6 +51,11 @@ static PyObject *rotate(const struct fn_call_kind *kind, PyObject **arguments, l
 static PyObject *find_log_prob(const struct fn_call_kind *kind, PyObject **arguments, long devices, int may_record) {
     (void)kind;
     return fn_find_log_prob(arguments, devices, may_record);
+}
+
+static PyObject *find_log_prob_gradient(const struct fn_call_kind *kind, PyObject **arguments, long devices, int may_record) {
+    (void)kind, (void)may_record;
+    return fn_find_log_prob_gradient(arguments, devices);
 }
 
 /* Whether autograd would have to know of the call. An output in place was looked at as x or the residual. */

@@ -4,8 +4,13 @@
 #include <float.h>
 #include <string.h>
 
-/* Python's arguments. OPERATION: a number of enum fn_log_prob_of. KEPT: whether the results that gradients take are returned too. */
-enum { LOGITS, IDS, TEMPERATURE, SOFTCAP, IGNORE_INDEX, OUT, OUT_DTYPE, OPERATION, KEPT };
+/*
+ * Python's arguments. OPERATION: a number of enum fn_log_prob_of. Then those of a forward pass, where KEPT says whether the results
+ * that gradients take are returned too, and those of a backward pass.
+ */
+enum { LOGITS, IDS, TEMPERATURE, SOFTCAP, IGNORE_INDEX, OPERATION, OF_PASS };
+enum { OUT = OF_PASS, OUT_DTYPE, KEPT };
+enum { D = OF_PASS, D_ENTROPY, M, S, ENTROPY, NEEDS };
 
 /* The results: one or two, and those that gradients take, among them the entropy a second time. */
 enum { MOST_RESULTS = 5 };
@@ -17,37 +22,47 @@ struct given {
     double temperature; /* of all rows */
 };
 
-/* Whether an operand has a number for each row of logits, one after the other, or `several`: more of them. */
-static int is_of_rows(const tensor *t, const tensor *logits, int several) {
-    if (t->ndim != logits->ndim - 1 + several || fn_elements(t) < 0 || !fn_same_device(t, logits)) return 0;
+/* Whether a tensor has a number for each row of logits. */
+static int is_of_rows(const tensor *t, const tensor *logits) {
+    if (t->ndim < logits->ndim - 1 || !fn_same_device(t, logits)) return 0;
     for (int i = 0; i < logits->ndim - 1; i++)
         if (t->shape[i] != logits->shape[i]) return 0;
     return 1;
 }
 
+/* Or several, which follow each other. */
 static int read_ids(PyObject *object, struct given *g) {
     const tensor *t = &g->ids;
     if (!fn_read_memory(object, &g->ids, &g->job.operand[FN_LOG_PROB_IDS])) return 0;
     const int several = t->ndim == g->logits.ndim, bits = t->dtype.bits;
-    if (t->dtype.code != DL_INT || (bits != 32 && bits != 64) || !is_of_rows(t, &g->logits, several)) return 0;
+    if (t->dtype.code != DL_INT || (bits != 32 && bits != 64) || fn_elements(t) < 0) return 0;
     g->job.id_size = bits / 8;
     g->job.count = several ? t->shape[t->ndim - 1] : 1;
-    return 1;
+    return t->ndim == g->logits.ndim - 1 + several && is_of_rows(t, &g->logits);
+}
+
+/*
+ * Reads a number for each row, or for each id, which follow each other or are all one. Returns 0 if the fast path does not take
+ * them, perhaps with a Python error.
+ */
+static int read_numbers(PyObject *object, const struct given *g, int of_ids, struct fn_operand *o) {
+    tensor t;
+    if (!fn_read_memory(object, &t, o) || !o->kind || (o->kind == FN_F64 && !g->job.wide)) return 0;
+    if (of_ids ? !fn_same_shape(&t, &g->ids) || !fn_same_device(&t, &g->logits) : t.ndim != g->logits.ndim - 1 || !is_of_rows(&t, &g->logits))
+        return 0;
+    o->stride = 0;
+    for (int i = 0; i < t.ndim; i++)
+        if (t.shape[i] != 1 && t.strides[i] != 0) o->stride = 1;
+    return !o->stride || fn_elements(&t) >= 0;
 }
 
 /* A number greater than 0, or a tensor. */
 static int read_temperature(PyObject *object, struct given *g) {
     struct fn_operand *o = &g->job.operand[FN_LOG_PROB_TEMPERATURE];
-    const int wide = (int)g->job.wide;
-    tensor t;
     if (object == Py_None) return 1;
-    if (!PyObject_TypeCheck(object, fn_tensor_type)) {
-        *o = (struct fn_operand){.kind = FN_F64, .address = (uintptr_t)&g->temperature};
-        return fn_read_normal(object, wide, &g->temperature);
-    }
-    if (!fn_read(object, &t, o) || !is_of_rows(&t, &g->logits, 0)) return 0;
-    o->stride = 1;
-    return wide || o->kind != FN_F64;
+    if (PyObject_TypeCheck(object, fn_tensor_type)) return read_numbers(object, g, 0, o);
+    *o = (struct fn_operand){.kind = FN_F64, .address = (uintptr_t)&g->temperature};
+    return fn_read_normal(object, (int)g->job.wide, &g->temperature);
 }
 
 /* Reads Python's arguments. Returns 0 if the fast path does not take them, perhaps with a Python error. */
@@ -85,12 +100,13 @@ static int ids_have_elements(const struct fn_log_prob *job) {
     return 1;
 }
 
-/* Whether autograd would have to know of the call; logits that are written to were looked at. */
-static int records_gradient(PyObject *const *arguments) {
-    PyObject *operands[4] = {arguments[LOGITS], arguments[IDS]};
-    int count = 2;
-    if (PyObject_TypeCheck(arguments[TEMPERATURE], fn_tensor_type)) operands[count++] = arguments[TEMPERATURE];
-    if (arguments[OUT] != arguments[LOGITS]) operands[count++] = arguments[OUT];
+static int is_taken(const struct given *g, long devices) {
+    return g->logits.device.type == DL_CPU && devices >> DL_CPU & 1;
+}
+
+/* Whether autograd would have to know of a call with so many of these operands, in which there is room for the temperature. */
+static int records_gradient(PyObject **operands, int count, PyObject *temperature) {
+    if (PyObject_TypeCheck(temperature, fn_tensor_type)) operands[count++] = temperature;
     return fn_records_gradient(operands, count);
 }
 
@@ -131,11 +147,12 @@ static int take_results(PyObject *const *arguments, struct given *g, output *res
 
 PyObject *fn_find_log_prob(PyObject *const *arguments, long devices, int may_record) {
     struct given g;
-    if (!read_arguments(arguments, &g)) return fn_refuse();
-    if (g.logits.device.type != DL_CPU || !(devices >> DL_CPU & 1)) return fn_refuse();
+    if (!read_arguments(arguments, &g) || !is_taken(&g, devices)) return fn_refuse();
     int others = fn_is_heard();
     if (!others) {
-        others = records_gradient(arguments);
+        /* Logits that are written to were looked at. */
+        PyObject *operands[] = {arguments[LOGITS], arguments[OUT] == arguments[LOGITS] ? Py_None : arguments[OUT], Py_None};
+        others = records_gradient(operands, 2, arguments[TEMPERATURE]);
         if (others > 0 && may_record) return Py_NewRef(Py_NotImplemented);
     }
     if (others || !ids_have_elements(&g.job)) return fn_refuse();
@@ -147,4 +164,41 @@ PyObject *fn_find_log_prob(PyObject *const *arguments, long devices, int may_rec
         memcpy((void *)results[1].o.address, (const void *)results[4].o.address,
                (size_t)(g.job.rows * fn_element_size(results[1].o.kind)));
     return fn_hand_out(results, count, failed);
+}
+
+/* Reads what else a backward pass takes. Returns 0 if the fast path does not take it, perhaps with a Python error. */
+static int read_gradients(PyObject *const *arguments, struct given *g) {
+    struct fn_log_prob *job = &g->job;
+    struct fn_operand *o = job->operand;
+    const int entropy = job->operation == FN_SELECTED_AND_ENTROPY;
+    const int64_t kept_kind = job->wide ? FN_F64 : FN_F32;
+    static const int kept[] = {FN_LOG_PROB_M, FN_LOG_PROB_S, FN_LOG_PROB_H};
+    tensor t;
+    if (!PyList_Check(arguments[NEEDS]) || PyList_Size(arguments[NEEDS]) != 1 || PyList_GetItem(arguments[NEEDS], 0) != Py_True) return 0;
+    for (int i = 0; i < 2 + entropy; i++) {
+        struct fn_operand *numbers = &o[kept[i]];
+        if (!read_numbers(arguments[M + i], g, 0, numbers) || numbers->kind != kept_kind || (!numbers->stride && job->rows > 1)) return 0;
+    }
+    if (entropy && !read_numbers(arguments[D_ENTROPY], g, 0, &o[FN_LOG_PROB_DH])) return 0;
+    if (job->operation != FN_LOG_SOFTMAX) return read_numbers(arguments[D], g, job->operation >= FN_SELECTED, &o[FN_LOG_PROB_D]);
+    if (!fn_read(arguments[D], &t, &o[FN_LOG_PROB_D]) || !fn_same_device(&t, &g->logits)) return 0;
+    return fn_same_shape(&t, &g->logits) && (o[FN_LOG_PROB_D].kind != FN_F64 || job->wide);
+}
+
+PyObject *fn_find_log_prob_gradient(PyObject *const *arguments, long devices) {
+    struct given g;
+    if (!read_arguments(arguments, &g) || !read_gradients(arguments, &g) || !is_taken(&g, devices)) return fn_refuse();
+    PyObject *operands[] = {arguments[LOGITS], arguments[D], arguments[D_ENTROPY], arguments[M],
+                            arguments[S],      arguments[ENTROPY], Py_None};
+    int others = fn_is_heard();
+    if (!others) others = records_gradient(operands, 6, arguments[TEMPERATURE]);
+    if (others) return fn_refuse();
+    output dx;
+    int failed = fn_take_output(&dx, Py_None, arguments[LOGITS], &g.logits, 0, NULL);
+    if (!failed) {
+        g.job.pass = FN_BACKWARD;
+        g.job.operand[FN_LOG_PROB_OUT] = dx.o;
+        failed = fn_run_on_device(&g.call, &g.logits, 0);
+    }
+    return fn_hand_out(&dx, 1, failed);
 }

@@ -295,7 +295,7 @@ def pack_rotation(call: Rotate) -> bytes:
     return _only(ROTATION_ONLY, call.heads[0].x, 1, call.rows, call.inner, call.size) + pack_rotate(call)
 
 
-_LOG_PROB = struct.Struct("=11qd36q")
+_LOG_PROB, _NUMBERS = struct.Struct("=11qd36q"), (0, 1)
 _OF_LOG_PROB = {
     "log_softmax": LogProbOf.LOG_SOFTMAX.value,
     "logsumexp": LogProbOf.LOGSUMEXP.value,
@@ -311,7 +311,8 @@ def pack_log_prob(call: LogProb | LogProbBackward, threads: int = 1) -> bytes:
     count = 0 if ids is None else ids.numel() // call.rows
     if isinstance(call, LogProbBackward):
         of_logits, of_out, of_d = call.strides
-        out, d, d_entropy = _operand(call.dx, of_out), _operand(call.d, of_d), _operand(call.d_entropy)
+        out, d_entropy = _operand(call.dx, of_out), _operand(call.d_entropy, _NUMBERS)
+        d = _operand(call.d, of_d if call.name == "log_softmax" else _NUMBERS)
     else:
         of_logits, of_out = call.strides
         out, d, d_entropy = _operand(call.out, of_out), _ABSENT, _ABSENT
@@ -323,7 +324,7 @@ def pack_log_prob(call: LogProb | LogProbBackward, threads: int = 1) -> bytes:
         *_operand(call.logits, of_logits),
         *out,
         *(0, 0 if ids is None else ids.data_ptr(), 0, 0),
-        *_operand(call.temperature, (0, 1)),
+        *_operand(call.temperature, _NUMBERS),
         *itertools.chain(*map(_operand, (call.m, call.s, call.entropy))),
         *d,
         *d_entropy,

@@ -122,17 +122,17 @@ class Declaration:
     #: Flags that are refused, each with the error and words of its text.
     refused: Sequence[tuple[Mapping[str, Any], type[Exception], str]] = ()
 
-    @property
+    @functools.cached_property
     def returned(self) -> tuple[Result, ...]:
         """The results that callers see; the others follow them."""
         return tuple(result for result in self.results if not result.kept)
 
-    @property
+    @functools.cached_property
     def kept(self) -> tuple[Result, ...]:
         """The results that only gradients take."""
         return tuple(result for result in self.results if result.kept)
 
-    @property
+    @functools.cached_property
     def places(self) -> list[int]:
         """The places of the operands that have gradients."""
         return [place for place, operand in enumerate(self.operands) if operand.role not in CONSTANT]
@@ -185,7 +185,7 @@ class Declaration:
         """The names of incoming gradients."""
         return self._of_gradient[: len(self.returned)]
 
-    @property
+    @functools.cached_property
     def gradient_flags(self) -> list[str]:
         """The names of the flags that the gradient takes."""
         return self._of_gradient[len(self.results) + len(self.operands) :]

@@ -155,7 +155,9 @@ class _Operation(Operation):
     def __init__(self, of: LogProbOf, declaration: Declaration, *functions: Callable[..., Any]) -> None:
         self._names = [operand.name for operand in declaration.operands] + [*declaration.flags]
         entry = Entry("log_prob", " ".join(self._names), constants={"operation": of.value, "kept": True})
-        super().__init__(declaration, *functions, fast=entry.open())
+        taken = " ".join((*declaration.backward_tensors, *declaration.gradient_flags, "needs"))
+        gradient = Entry("log_prob_backward", taken, constants={"operation": of.value})
+        super().__init__(declaration, *functions, fast=entry.open(), fast_gradient=gradient.open())
         public = Entry("log_prob", f"{entry.names} out", constants={"operation": of.value, "kept": False})
         self._on_fast_path = public.open(recorded=self._record)
 
@@ -179,7 +181,7 @@ class _Operation(Operation):
         if "temperature" in others:
             others["temperature"] = _of_rows(logits, others["temperature"])
         given = [others.get(name) for name in self._names[1:]]
-        found = cast(Any, self.recorded).apply(logits, *given)[: len(self.declaration.returned)]
+        found = self.record(logits, *given)[: len(self.declaration.returned)]
         return found if len(found) > 1 else found[0]
 
 
@@ -243,7 +245,7 @@ _WITH_ENTROPY = _Operation(
 
 def _of_rows(logits: Tensor, temperature: float | Tensor | None) -> Tensor | None:
     """A temperature for each row of logits."""
-    if not isinstance(temperature, Real | torch.SymFloat | torch.SymInt):
+    if temperature is None or not isinstance(temperature, Real | torch.SymFloat | torch.SymInt):
         return cast("Tensor | None", temperature)  # what it is, is checked with the operands
     if not isinstance(logits, Tensor):
         refuse_type("logits", logits)

@@ -28,6 +28,7 @@ class Operator:
         run: computes the results for checked operands in memory, as the formula does; by default the formula.
         run_gradient: the same for its gradient.
         fast: the results of a call that the fast path takes, else None; without checks.
+        fast_gradient: the same for its gradient.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Operator:
         run: Callable[..., tuple[Tensor, ...]] | None = None,
         run_gradient: Callable[..., tuple[Tensor | None, ...]] | None = None,
         fast: Callable[..., Any] | None = None,
+        fast_gradient: Callable[..., Any] | None = None,
     ) -> None:
         self.declaration, self.run = declaration, run or declaration.formula
         self.run_gradient = run_gradient or declaration.gradient
@@ -44,12 +46,14 @@ class Operator:
         self.count = len(declaration.operands)
         #: The operands that gradients take.
         self.taken = slice(0 if declaration.transposed is None else 1, self.count)
-        self.fast, self.recorded = fast, _recorded(self)
+        self.fast, self.fast_gradient = fast or _nothing, fast_gradient or _nothing
+        self.recorded = _recorded(self)
         name, gradients = declaration.name, None
         if self.differentiable:
             gradients = (lambda ctx, *incoming: self.gradients(ctx, incoming, through_dispatcher=True), self.keep)
         if declaration.gradient is not None:
-            register(f"{name}_backward", declaration.backward_schema, self._backward, self._fake_backward)
+            backward = (declaration.backward_schema, self._backward, self._fake_backward)
+            register(f"{name}_backward", *backward, fast=fast_gradient)
         register(name, declaration.schema, self._forward, self._fake, gradients, fast)
         DECLARED[name] = self
         if (sharding := sys.modules.get("fusednorm.torch_ops.sharding")) is not None:
@@ -70,6 +74,13 @@ class Operator:
         if must_be_seen.seen(*arguments[: self.count]):
             return _one_or_more(self.dispatched(*arguments))
         return cast(Any, self.recorded).apply(*arguments)
+
+    def record(self, *arguments: Any) -> Any:
+        """The same for plain operands that only autograd must see.
+
+        ``apply`` of torch first binds arguments by name, for transforms, which takes as long as a short call.
+        """
+        return super(torch.autograd.Function, cast(Any, self.recorded)).apply(*arguments)
 
     def _forward(self, *arguments: Any) -> Any:
         operands = arguments[: self.count]
@@ -137,6 +148,8 @@ class Operator:
         if must_be_seen.differentiated_again():
             dtensor_bridge.check_kept(incoming, operands)
             found = self._again(incoming, operands, ctx.flags, flags, needs)
+        elif (one := self.fast_gradient(*incoming, *operands, *kept, *flags, needs)) is not None:
+            found = (one,)
         elif through_dispatcher or must_be_seen.below(*incoming, *operands):
             ops = dtensor_bridge.operations(*incoming, *operands)
             found = getattr(ops, f"{declaration.name}_backward")(*incoming, *operands, *kept, *flags, needs)
@@ -211,7 +224,7 @@ def _recorded(operator: Operator) -> type[torch.autograd.Function]:
 
         @staticmethod
         def forward(*arguments: Any) -> Any:
-            if operator.fast is not None and (found := operator.fast(*arguments)) is not None:
+            if (found := operator.fast(*arguments)) is not None:
                 return found
             operands = arguments[: operator.count]
             if must_be_seen.below(*operands):
@@ -279,6 +292,10 @@ def _new(found: Sequence[Tensor], operands: Sequence[Any]) -> tuple[Tensor, ...]
         new.append(result.clone() if id(result) in before else result)
         before.append(id(new[-1]))
     return tuple(new)
+
+
+def _nothing(*_: object) -> None:
+    pass
 
 
 def _one_or_more(found: tuple[Any, ...]) -> Any:

@@ -193,10 +193,16 @@ def same(found, wanted):
     return all(a.equal(b) and a.dtype == b.dtype and a.is_contiguous() == b.is_contiguous() for a, b in both)
 
 
+def gradients_of(results):
+    """Incoming gradients, each with a value of its own, and all of one value, as those of a sum."""
+    numbers = [torch.full((), 0.3, dtype=t.dtype).expand_as(t) for t in results]
+    return [t.detach() + 1 for t in results], numbers
+
+
 @pytest.mark.skipif(not fast_path.OPEN, reason="no fast path: compiled, with torch 2.10 or newer")
 @pytest.mark.parametrize("name", USUAL)
 def test_the_fast_path_has_the_bits_of_python(monkeypatch, name):
-    """Also of the operator, which returns what gradients take, as tensors of their own, and where they are recorded."""
+    """Also of the operators: that of results returns what gradients take too, as tensors of their own."""
     function, logits, others = USUAL[name]
     number = LogProbOf[function.__name__.removesuffix("_log_prob").replace("_log_prob", "").upper()]
     operator = getattr(torch.ops.fusednorm, function.__name__).default
@@ -206,22 +212,36 @@ def test_the_fast_path_has_the_bits_of_python(monkeypatch, name):
         temperature = given.get("temperature")
         declared["temperature"] = torch.full((4,), temperature) if isinstance(temperature, float) else temperature
 
-    def recorded():
-        leaf = logits.clone().requires_grad_()
-        found = function(**{**given, "logits": leaf})
-        found = found if isinstance(found, tuple) else (found,)
-        (dx,) = torch.autograd.grad(found, leaf, [t.detach() + 1 for t in found])
-        return *(t.detach() for t in found), dx
-
-    calls = [lambda: function(**given), lambda: operator(**declared), *([recorded] if "out" not in given else [])]
-    found = [call() for call in calls]
-    take = fast_calls("cpu")
+    take, count = fast_calls("cpu"), 1 + (function is selected_log_prob_and_entropy)
     by_c = take("log_prob", **given, operation=number.value, kept=False)
-    of_operator = take("log_prob", **declared, operation=number.value, kept=True)
+    results = take("log_prob", **declared, operation=number.value, kept=True)
+    assert len({t.data_ptr() for t in results}) == len(results)
+    kept = dict(zip(("m", "s", "entropy"), results[count:], strict=False))
+    incoming = [dict(zip(("d", "d_entropy"), ds, strict=False)) for ds in gradients_of(results[:count])]
+    flags = {name: value for name, value in declared.items() if name != "out_dtype"}
+    of_c = {**flags, **kept, "needs": [True], "operation": number.value}
+    if function is log_softmax:
+        incoming[1]["d"] = incoming[1]["d"].contiguous()  # rows
+    gradients = [take("log_prob_backward", **of_c, **ds) for ds in incoming]
+    backward = getattr(torch.ops.fusednorm, f"{function.__name__}_backward").default
+    if "ids" in given:
+        flags = {"softcap": None, "ignore_index": None, **flags}
+
+    def calls():
+        yield function(**given)
+        yield operator(**declared)
+        yield from (backward(**ds, **flags, **kept, needs=[True]) for ds in incoming)
+        if "out" not in given:
+            leaf = logits.clone().requires_grad_()
+            found = function(**{**given, "logits": leaf})
+            found = found if isinstance(found, tuple) else (found,)
+            yield torch.autograd.grad(found, leaf, gradients_of(found)[0])
+
+    found = [*calls()]
     close_fast_path(monkeypatch)
-    wanted = [call() for call in calls]
-    assert all(map(same, (*found, by_c, of_operator), (*wanted, *wanted[:2])))
-    assert len({t.data_ptr() for t in of_operator}) == len(of_operator)
+    wanted = [*calls()]
+    assert all(map(same, found, wanted))
+    assert all(map(same, (by_c, results, *gradients), wanted))
 
 
 @pytest.mark.skipif(not fast_path.OPEN, reason="no fast path: compiled, with torch 2.10 or newer")
@@ -235,8 +255,29 @@ def test_what_the_fast_path_leaves_to_python():
     def rows(logits=PLAIN, out=out, **others):
         return run(logits, operation=LogProbOf.LOG_SOFTMAX, out=out, **others)
 
-    assert run() is not None
+    def gradient(**others):
+        operands = {"logits": PLAIN, "ids": IDS, "d": PLAIN[:, :3], "m": PLAIN[0, :4], "s": PLAIN[1, :4]}
+        more = {"d_entropy": PLAIN[2, :4], "entropy": PLAIN[3, :4], "needs": [True]}
+        given = {"operation": LogProbOf.SELECTED_AND_ENTROPY.value, **operands, **more, **others}
+        return take("log_prob_backward", **{**given, "d": given["d"].contiguous()})
+
+    assert None not in (run(), gradient())
     unusual = {
+        "no gradient": lambda: gradient(needs=[False]),
+        "gradients of other operands": lambda: gradient(needs=[True, True]),
+        "gradients of other ids": lambda: gradient(d=PLAIN[:, :2]),
+        "wide gradients": lambda: gradient(d=DOUBLE[:, :3]),
+        "a wide gradient of the entropy": lambda: gradient(d_entropy=DOUBLE[0, :4]),
+        "no gradient of the entropy": lambda: gradient(d_entropy=None),
+        "gradients with gaps": lambda: gradient(d_entropy=PLAIN[:, 0]),
+        "narrow sums": lambda: gradient(s=HALF[0, :4]),
+        "one sum": lambda: gradient(s=PLAIN[0, :1].expand(4)),
+        "sums of other rows": lambda: gradient(m=PLAIN[0, :3]),
+        "sums in rows": lambda: gradient(m=PLAIN[:, :1].contiguous()),
+        "an entropy that is not kept": lambda: gradient(entropy=None),
+        "gradients of rows of other lengths": lambda: gradient(operation=LogProbOf.LOG_SOFTMAX.value, d=PLAIN[:, :8]),
+        "wide gradients of rows": lambda: gradient(operation=LogProbOf.LOG_SOFTMAX.value, d=DOUBLE),
+        "a gradient's gradient": lambda: gradient(d_entropy=PLAIN[0, :4].clone().requires_grad_()),
         "no rows": lambda: run(PLAIN[:0], IDS[:0]),
         "no ids": lambda: run(ids=IDS[:, :0]),
         "a number": lambda: run(torch.tensor(1.0), torch.tensor(0)),
@@ -267,6 +308,7 @@ def test_what_the_fast_path_leaves_to_python():
         "a gradient of the output": lambda: rows(out=torch.ones(4, 9, requires_grad=True)),
         "an output and its dtype": lambda: rows(out_dtype=torch.float32),
         "an output of other rows": lambda: rows(out=out[:3]),
+        "an output of whole numbers": lambda: rows(out=torch.empty(4, 9, dtype=torch.int32)),
         "a wide output": lambda: rows(out=torch.empty(4, 9, dtype=torch.float64)),
         "an output in the rows before": lambda: rows(shared[1:], shared[:4]),
         "an output of one row": lambda: rows(out=out[:1].expand(4, 9)),
@@ -277,7 +319,7 @@ def test_what_the_fast_path_leaves_to_python():
         assert out.eq(7).all(), name
         assert out._version == shared._version == 0, name
     with FlopCounterMode(display=False):
-        assert run() is None
+        assert run() is gradient() is None
     assert fast_calls("cuda")("log_prob", logits=PLAIN, operation=LogProbOf.LOGSUMEXP.value, kept=False) is None
     kept = PLAIN.clone()
     assert rows(kept, kept).equal(log_softmax(PLAIN))
