@@ -25,6 +25,8 @@ from fusednorm.calls.call import (
     Gate,
     GateBackward,
     GateSteps,
+    LogProb,
+    LogProbBackward,
     NormGated,
     Operation,
     Quantize,
@@ -384,14 +386,66 @@ class RotationKind(NamedTuple):
         return [dtype for dtype in (self.x, self.out, self.cos, self.sin, self.weight) if dtype is not None]
 
 
+class LogProbKind(NamedTuple):
+    """The parts of log-probabilities, or of their gradient, that decide their kernel."""
+
+    name: str
+    logits: torch.dtype
+    #: Of the results, or of the gradient of logits.
+    out: torch.dtype
+    ids: torch.dtype | None
+    temperature: torch.dtype | None
+    #: The gradient of the results; None in a forward pass.
+    d: torch.dtype | None
+    d_entropy: torch.dtype | None
+    #: Whether there is a softcap.
+    capped: bool
+    hidden_size: int
+    #: Bytes of which every row of every operand begins at a multiple.
+    alignment: int
+    #: Whether rows lie in two levels.
+    two_levels: bool = False
+
+    @classmethod
+    def of(cls, call: LogProb | LogProbBackward) -> LogProbKind:
+        """The kind of a call."""
+        whole, none = call.name == "log_softmax", (None, (0, 0))
+        rows: tuple[tuple[Tensor | None, Strides], ...]
+        if isinstance(call, LogProb):
+            out, d, d_entropy = call.out, None, None
+            rows = (call.logits, call.strides[0]), (out, call.strides[1]) if whole else none
+        else:
+            out, d, d_entropy = call.dx, call.d, call.d_entropy
+            of_logits, of_out, of_d = call.strides
+            rows = (call.logits, of_logits), (out, of_out), (d, of_d) if whole else none
+        return cls(
+            *(call.name, call.logits.dtype, out.dtype, _dtype(call.ids), _dtype(call.temperature)),
+            *(_dtype(d), _dtype(d_entropy), call.softcap != 0, call.hidden_size),
+            *(_alignment(rows, ()), call.inner != call.rows),
+        )
+
+    @property
+    def accumulator(self) -> torch.dtype:
+        """The type that everything is computed in."""
+        return accumulator(self.logits)
+
+    def dtypes(self) -> list[torch.dtype]:
+        """The dtypes of the operands that have rows."""
+        whole = self.name == "log_softmax"
+        rows = (self.logits, self.out if whole or self.d is not None else None, self.d if whole else None)
+        return [dtype for dtype in rows if dtype is not None]
+
+
 #: The kinds of calls that one kernel runs.
-_KINDS: dict[type, Callable[..., ForwardKind | GateKind | RotationKind]] = {
+_KINDS: dict[type, Callable[..., ForwardKind | GateKind | RotationKind | LogProbKind]] = {
     Forward: ForwardKind.of,
     Quantize: ForwardKind.of_quantizer,
     NormGated: ForwardKind.of_gated,
     Gate: GateKind.of,
     GateBackward: GateKind.of,
     Rotate: RotationKind.of,
+    LogProb: LogProbKind.of,
+    LogProbBackward: LogProbKind.of,
 }
 
 #: How launchers take calls: some after one that says on which GPU the operands are.
@@ -399,7 +453,7 @@ PACKED: dict[type, Callable[..., bytes]] = {**c_abi.PACKED, Rotate: c_abi.pack_r
 PACKED |= dict.fromkeys((Gate, GateBackward), c_abi.pack_gate_alone)
 
 
-def kind_of(call: Call) -> ForwardKind | GateKind | RotationKind:
+def kind_of(call: Call) -> ForwardKind | GateKind | RotationKind | LogProbKind:
     """The kind of a call that one kernel runs."""
     return _KINDS[type(call)](call)
 
