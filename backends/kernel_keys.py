@@ -451,6 +451,7 @@ _KINDS: dict[type, Callable[..., ForwardKind | GateKind | RotationKind | LogProb
 #: How launchers take calls: some after one that says on which GPU the operands are.
 PACKED: dict[type, Callable[..., bytes]] = {**c_abi.PACKED, Rotate: c_abi.pack_rotation}
 PACKED |= dict.fromkeys((Gate, GateBackward), c_abi.pack_gate_alone)
+PACKED |= dict.fromkeys((LogProb, LogProbBackward), c_abi.pack_log_prob_alone)
 
 
 def kind_of(call: Call) -> ForwardKind | GateKind | RotationKind | LogProbKind:

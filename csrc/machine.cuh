@@ -89,6 +89,18 @@ __device__ inline float cut(float value, float least, float greatest) {
     return within;
 }
 
+// The greater of two values; a NaN is the greatest.
+__device__ inline float greater(float a, float b) {
+#if __CUDA_ARCH__ >= 800
+    float value;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(value) : "f"(a), "f"(b));
+    return value;
+#else
+    return b > a || b != b ? b : a;
+#endif
+}
+__device__ inline double greater(double a, double b) { return b > a || b != b ? b : a; }
+
 // The block's shared memory whose size is an argument of the launch.
 __device__ inline void* shared_of_launch() {
     extern __shared__ uint4 memory[];

@@ -22,6 +22,7 @@ from fusednorm.backends.cuda.choice import (
     backward_variants,
     forward_variant,
     gate_variant,
+    log_prob_variant,
     rotation_variant,
 )
 from fusednorm.backends.cuda.compiler import checked
@@ -31,6 +32,7 @@ from fusednorm.backends.kernel_keys import (
     BackwardKind,
     ForwardKind,
     GateKind,
+    LogProbKind,
     RotationKind,
     blocks_of,
     check_addresses,
@@ -42,7 +44,7 @@ from fusednorm.backends.kernel_keys import (
 )
 from fusednorm.calls import c_abi
 from fusednorm.calls import fast_path as path
-from fusednorm.calls.call import GateBackward, Rotate, device_of
+from fusednorm.calls.call import GateBackward, LogProbBackward, Rotate, device_of
 from fusednorm.calls.process import BackendError
 from fusednorm.reference import norm as reference
 
@@ -53,6 +55,7 @@ DEVICES = ("cuda",)
 
 KNOWS = frozenset(("residual_dtype", "norm_before_add", "affine", "x_scale", "center"))
 KNOWS |= {"quantize", "round_scale", "gate", "gate_backward", "gate_steps", "gate_interleaved", "norm_gated", "rotate"}
+KNOWS |= {"log_prob", "log_prob_backward"}
 
 #: The type of device whose tensors the fast path takes to this backend; None if there is no fast path.
 fast_path: str | None = "cuda" if path.OPEN else None
@@ -125,8 +128,9 @@ def unavailable() -> list[str]:
 def unsuitable(operation: Operation) -> list[str]:
     """Why the backend cannot take a call."""
     size, step = operation.hidden_size, operation.step
-    # Gradients of centered rows have two sums of each segment in shared memory.
-    longest = LONGEST // 2 if operation.center and operation.accumulator == torch.float64 else LONGEST
+    # Gradients of centered rows have two sums of each segment in shared memory, and so have entropies.
+    two_sums = operation.center or (step is not None and step.name == "log_prob")
+    longest = LONGEST // 2 if two_sums and operation.accumulator == torch.float64 else LONGEST
     if size > longest:
         return [f"rows of {size} elements are longer than {longest}"]
     if step is not None and step.quantization is not None and not fuses(step.quantization.group(size), size):
@@ -252,7 +256,7 @@ def forward(call: ForwardCall) -> None:
         _run(part)
 
 
-def _run(call: ForwardCall | GateBackward) -> None:
+def _run(call: ForwardCall | GateBackward | LogProbBackward) -> None:
     """Launches the one kernel of a call."""
     device = device_of(call).index
 
@@ -268,12 +272,13 @@ _CHOSEN: dict[type, Callable[..., Variant]] = {
     ForwardKind: forward_variant,
     GateKind: gate_variant,
     RotationKind: rotation_variant,
+    LogProbKind: log_prob_variant,
 }
 
 
-def backward(call: Backward | GateBackward) -> None:
+def backward(call: Backward | GateBackward | LogProbBackward) -> None:
     """Launches kernels; see :class:`fusednorm.registry.Backend`."""
-    if isinstance(call, GateBackward):
+    if isinstance(call, (GateBackward, LogProbBackward)):
         _run(call)
         return
     device = call.operation.device.index or 0

@@ -12,7 +12,15 @@ from typing import Any
 
 import torch
 
-from fusednorm.backends.kernel_keys import BLOCKS_IN_LANE, BackwardKind, ForwardKind, GateKind, RotationKind, ceiling
+from fusednorm.backends.kernel_keys import (
+    BLOCKS_IN_LANE,
+    BackwardKind,
+    ForwardKind,
+    GateKind,
+    LogProbKind,
+    RotationKind,
+    ceiling,
+)
 from fusednorm.calls.c_enums import Share
 from fusednorm.calls.call import AroundNorm
 from fusednorm.reference import norm as reference
@@ -297,6 +305,31 @@ def rotation_variant(kind: RotationKind, capability: int) -> Variant:
         **layout.defines(),
     }
     return Variant("rotate", tuple(defines.items()), layout.warps * 32, 1, Share.ROWS, layout.rows)
+
+
+def log_prob_variant(kind: LogProbKind, capability: int) -> Variant:
+    """The kernel of log-probabilities, or of their gradient: rows of any length are read segment by segment."""
+    layout = Layout.of(kind.hidden_size, kind.dtypes(), kind.alignment, capability)
+    segments = -(-kind.hidden_size // reference.SEGMENT)
+    most = _MOST_WARPS // 2 if kind.accumulator == torch.float64 else _MOST_WARPS
+    blocks = min(ceiling(-(-segments // most)), _MOST_BLOCKS if capability >= 90 else 1)
+    # As few warps as take no more turns than the most would, which then have nearly the same number of segments.
+    turns = -(-segments // (most * blocks))
+    warps = -(-segments // (turns * blocks))
+    whole = kind.hidden_size == segments * reference.SEGMENT
+    layout = replace(layout, row=reference.SEGMENT, warps=warps, cluster=blocks, blocks_row=True, full=whole)
+    identifier = {torch.int32: "int", torch.int64: "long long", None: "none"}[kind.ids]
+    defines: dict[str, str | int] = {
+        "ACCUMULATOR": _NAMES[kind.accumulator],
+        **_types(x=kind.logits, out=kind.out, d=kind.d, entropy_d=kind.d_entropy, temperature=kind.temperature),
+        "ID_TYPE": identifier,
+        **_flags(WHOLE=kind.name == "log_softmax", SELECTS=kind.ids is not None),
+        **_flags(ENTROPY=kind.name == "selected_and_entropy", CAPPED=kind.capped, TWO_LEVELS=kind.two_levels),
+        "SEGMENTS": _padded_segments(kind.hidden_size),
+        **layout.defines(),
+    }
+    kernel = "log_prob" if kind.d is None else "log_prob_backward"
+    return Variant(kernel, tuple(defines.items()), warps * 32, blocks, Share.ROWS, 1)
 
 
 def _padded_segments(hidden_size: int) -> int:

@@ -1,6 +1,6 @@
 /*
  * Launches CUDA kernels that backends/cuda/ has compiled and loaded, for the fast path and for Python alike; knows nothing
- * of Python's. cuda_norm.c, cuda_gate.c and cuda_rotation.c read calls, cuda.c holds kernels and launches them.
+ * of Python's. cuda_norm.c, cuda_gate.c, cuda_rotation.c and cuda_log_prob.c read calls, cuda.c holds kernels and launches them.
  */
 #ifndef FUSEDNORM_CUDA_H
 #define FUSEDNORM_CUDA_H
@@ -25,11 +25,11 @@ typedef struct {
 /*
  * Options, above the flags of call.h: there is a weight offset; rstd is wanted; rows lie in two levels; a backward pass; a
  * weight or a bias has rows of heads; x is scaled; nothing but a gate; the rows of all its operands lie side by side; a
- * rotation; rows are centered.
+ * rotation; rows are centered; log-probabilities.
  */
 enum {
     OFFSET = 4, RSTD = 8, TWO_LEVELS = 16, BACKWARD = 32, OF_HEADS = 64, SCALED = 128, GATE_ONLY = 256, SIDE_BY_SIDE = 512,
-    ROTATION = 1024, CENTER = 2048
+    ROTATION = 1024, CENTER = 2048, LOG_PROB = 4096
 };
 
 /* A kernel, of which a program takes `per_program` rows, columns or elements. */
@@ -117,6 +117,7 @@ static inline int end_arguments(const arguments *to) {
 int fn_cuda_norm(const struct fn_call *calls, launch *l);
 int fn_cuda_gate(const struct fn_call *call, launch *l);
 int fn_cuda_rotation(const struct fn_call *call, launch *l);
+int fn_cuda_log_prob(const struct fn_call *call, launch *l);
 int fn_cuda_read(const struct fn_call *calls, launch *l);
 
 /* The table of kernels that are held, one thread at a time. */

@@ -42,7 +42,7 @@ KINDS: dict[torch.dtype | None, int] = {
 # Integers of this module: an attribute of an enumeration costs 0.1 us, and packing is a tenth of a short call.
 _flags = tuple(flag.value for flag in Flag)
 ROUND_SUM, ROUND_NORM, SCALE_ONLY, QUANTIZED, QUANTIZE_ONLY = _flags[:5]
-GATE_AFTER, GATE_BEFORE, GATE_ONLY, ROTATION_ONLY, CENTER = _flags[5:10]
+GATE_AFTER, GATE_BEFORE, GATE_ONLY, ROTATION_ONLY, CENTER, LOG_PROB_ONLY = _flags[5:]
 NORMALISED, INTERLEAVED = (flag.value for flag in RotationFlag)
 CLAMP_AFTER, ROUND_STEPS, IN_TURNS = (flag.value for flag in GateFlag)
 
@@ -329,6 +329,11 @@ def pack_log_prob(call: LogProb | LogProbBackward, threads: int = 1) -> bytes:
         *d,
         *d_entropy,
     )
+
+
+def pack_log_prob_alone(call: LogProb | LogProbBackward) -> bytes:
+    """The same after a call that says on which GPU the rows are."""
+    return _only(LOG_PROB_ONLY, call.logits, 1, call.rows, call.inner, call.hidden_size) + pack_log_prob(call)
 
 
 def pack_logarithm(x: Tensor, out: Tensor) -> bytes:
