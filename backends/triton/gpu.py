@@ -15,6 +15,7 @@ from fusednorm.backends.kernel_keys import (
     BackwardKind,
     ForwardKind,
     GateKind,
+    LogProbKind,
     QuantizerKind,
     RotationKind,
     ceiling,
@@ -35,6 +36,7 @@ DEVICES = ("cuda", "xpu", "cpu") if INTERPRETED else ("cuda", "xpu")
 
 KNOWS = frozenset(("residual_dtype", "norm_before_add", "affine", "x_scale", "center"))
 KNOWS |= {"quantize", "round_scale", "gate", "gate_backward", "gate_steps", "gate_interleaved", "norm_gated", "rotate"}
+KNOWS |= {"log_prob", "log_prob_backward"}
 
 #: Elements that a program keeps in registers at most; longer rows are read twice.
 _MOST = 16384
@@ -127,7 +129,7 @@ def _by_bits(dtypes: Sequence[torch.dtype | None]) -> bool:
 
 
 def _variant(
-    kind: ForwardKind | BackwardKind | GateKind | RotationKind,
+    kind: ForwardKind | BackwardKind | GateKind | RotationKind | LogProbKind,
     function: Any,
     dtypes: dict[str, torch.dtype | None],
     constants: dict[str, Any],
@@ -294,7 +296,21 @@ def rotation_variant(kind: RotationKind, lanes: int | None = None) -> Variant:
     return _variant(kind, rotate_tile, dtypes, constants, warps, rows, bits=bits)
 
 
+def log_prob_variant(kind: LogProbKind, lanes: int | None = None) -> Variant:
+    """The kernel of log-probabilities, or of their gradient, on GPUs with so many threads in a warp; on this one if None.
+
+    A program takes a row, whose tiles are those of norms.
+    """
+    lanes = lanes or warp_size()
+    _, segments, depth, width, vector, _, tiles = tiling(kind.hidden_size, kind.dtypes(), lanes, kind.alignment)
+    function, dtypes, constants = host.log_prob_parts(kind)
+    constants |= {"TILES": tiles, "SEGMENTS": segments, "DEPTH": depth, "WIDTH": width, "VECTOR": vector}
+    constants["PROCESSOR"] = None
+    warps, divisor = max(segments * depth * width // (lanes * 32), 1), math.gcd(kind.hidden_size, 16)
+    return _variant(kind, function, dtypes, constants, warps, 1, divisor=divisor)
+
+
 _CHOOSERS: dict[type, Callable[..., Any]] = {ForwardKind: forward_variant, BackwardKind: backward_variants}
-_CHOOSERS |= {GateKind: gate_variant, RotationKind: rotation_variant}
+_CHOOSERS |= {GateKind: gate_variant, RotationKind: rotation_variant, LogProbKind: log_prob_variant}
 _host = Host(_CHOOSERS, launcher)
 forward = backward = _host.run

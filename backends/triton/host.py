@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fusednorm.backends.kernel_keys import (
     BackwardKind,
+    LogProbKind,
     blocks_of,
     check_addresses,
     kind_of,
@@ -39,6 +40,8 @@ from fusednorm.calls.call import (
     GateBackward,
     Heads,
     HeadsNorm,
+    LogProb,
+    LogProbBackward,
     NormGated,
     Quantize,
     Rotate,
@@ -78,8 +81,9 @@ _NAMES |= {torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64"}
 #: The numbers of a quantizer, as :func:`fusednorm.calls.c_abi.limits` returns them.
 _LIMITS = ("qmin", "qmax", "amax_floor", "amax_limit", "scale_floor")
 
-#: Operands with one number for a group or a row, which begin anywhere.
-_OF_GROUPS = ("scale", "zero_point", "positions", "means")
+#: Operands with one number for a group, a row or an id, which begin anywhere.
+_OF_GROUPS = ("scale", "zero_point", "positions", "means", "ids", "temperature", "result", "m", "s", "entropy")
+_OF_GROUPS += ("d_result", "d_entropy")
 
 
 def missing(on_cpus: bool = False) -> list[str]:
@@ -202,7 +206,7 @@ class Variant:
                 found[name] = ("constexpr", 1)
             elif name in _LIMITS:
                 found[name] = ("fp32", 1)
-            elif name in ("eps", "weight_offset", "first_eps", "x_scale"):
+            elif name in ("eps", "weight_offset", "first_eps", "x_scale", "softcap"):
                 found[name] = (_NAMES[self.accumulator], 1)
             elif (name.endswith("_jump") or name == "inner") and not (self.two_levels or self.null):
                 found[name] = ("constexpr", 1)
@@ -211,6 +215,25 @@ class Variant:
             else:
                 found[name] = ("i64", self.divisor if name == "hidden_size" else 1)
         return found
+
+
+def log_prob_parts(kind: LogProbKind) -> tuple[Any, dict[str, torch.dtype | None], dict[str, Any]]:
+    """The kernel of log-probabilities, the dtypes of its operands, and the constants that say what it computes."""
+    from fusednorm.backends.triton.kernels import log_prob as kernels
+
+    wide, whole = kind.accumulator, kind.name == "log_softmax"
+    dtypes = {"logits": kind.logits, "ids": kind.ids, "temperature": kind.temperature, "m": wide, "s": wide}
+    if kind.d is None:
+        function, name = kernels.log_prob, kind.name
+        dtypes |= {"out": kind.out, "result": None} if whole else {"out": None, "result": kind.out}
+    else:
+        # Without a gradient of the entropy that of the log-probabilities is left.
+        function, name = kernels.log_prob_backward, "selected" if kind.ids is not None else kind.name
+        name += "_and_entropy" * (kind.d_entropy is not None)
+        dtypes |= {"d": kind.d, "d_result": None} if whole else {"d": None, "d_result": kind.d}
+        dtypes |= {"d_entropy": kind.d_entropy, "dx": kind.out}
+    dtypes["entropy"] = wide if name == "selected_and_entropy" else None
+    return function, dtypes, {"OPERATION": name, "CAPPED": kind.capped, "DIVIDES": kind.temperature is not None}
 
 
 def type_of(dtype: torch.dtype, bits: bool = INTERPRETED) -> Any:
@@ -325,6 +348,8 @@ _OF_GATE = tuple((f"{name}_stride", f"{name}_jump") for name in ("y", "z", "out"
 _OF_GATE_BACKWARD = tuple((f"{name}_stride", f"{name}_jump") for name in ("d", "y", "z", "dy", "dz"))
 _OF_QUANTIZER = tuple((f"{name}_stride", f"{name}_jump") for name in ("x", "numbers", "scale", "zero_point"))
 _OF_TABLES = tuple((f"{name}_stride", f"{name}_jump") for name in ("cos", "sin", "positions"))
+_OF_LOG_PROB = (("logits_stride", "logits_jump"), ("out_stride", "out_jump"))
+_OF_LOG_PROB_BACKWARD = (_OF_LOG_PROB[0], ("dx_stride", "dx_jump"), ("d_stride", "d_jump"))
 _OF_BACKWARD = tuple((f"{name}_stride", f"{name}_jump") for name in ("dy", "d_total", "h"))
 
 #: The numbers that only a norm before a quantizer has.
@@ -332,7 +357,7 @@ _NUMBERS = ("eps", "weight_offset", *(name for names in _OF_FORWARD[1:] for name
 
 
 def _places(
-    call: Forward | Backward | Gate | GateBackward | Quantize | Rotate,
+    call: Forward | Backward | Gate | GateBackward | Quantize | Rotate | LogProb | LogProbBackward,
     names: Iterable[tuple[str, str]],
     strides: Iterable[Strides],
 ) -> dict[str, Any]:
@@ -426,7 +451,7 @@ class Host:
         """Launches a kernel; see :class:`fusednorm.registry.Backend`."""
         self._launch(call, call.rows, self._operands(call))
 
-    def _launch(self, call: ForwardCall | GateBackward, rows: int, values: dict[str, Any]) -> None:
+    def _launch(self, call: ForwardCall | GateBackward | LogProbBackward, rows: int, values: dict[str, Any]) -> None:
         """Launches the one kernel of a call."""
         with _current(device_of(call)):
             (launch,) = self.held_for(kind_of(call), call)
@@ -481,6 +506,18 @@ class Host:
         operands = {"": heads.x, "_out": heads.out, "_weight": heads.weight, "_rstd": heads.rstd}
         return values | {name + of: self.pointer(tensor) for of, tensor in operands.items()}
 
+    def log_prob(self, call: LogProb | LogProbBackward) -> None:
+        """Launches the kernel of log-probabilities, or of their gradient."""
+        places = _OF_LOG_PROB if isinstance(call, LogProb) else _OF_LOG_PROB_BACKWARD
+        values = self._given(call) | _places(call, places, call.strides)
+        if isinstance(call, LogProb):
+            values["result"] = values["out"]
+        else:
+            values["d_result"] = values["d"]
+        values["count"] = 0 if call.ids is None else call.ids.numel() // call.rows
+        values |= {"ignores": int(call.ignore_index is not None), "ignore_index": call.ignore_index or 0}
+        self._launch(call, call.rows, values)
+
     def backward(self, call: Backward) -> None:
         """Launches kernels; see :class:`fusednorm.registry.Backend`."""
         partial = scratch_of(call)
@@ -502,6 +539,8 @@ _METHODS = {
     GateBackward: "gate",
     NormGated: "norm_gated",
     Rotate: "rotate",
+    LogProb: "log_prob",
+    LogProbBackward: "log_prob",
     Backward: "backward",
 }
 

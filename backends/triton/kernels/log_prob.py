@@ -1,0 +1,360 @@
+"""Log-probabilities in Triton, on GPUs and CPUs: docs/spec.md, section 11.
+
+A program takes a row, and reads it two or three times, tile by tile (``tiles.py``); nothing of its length is kept but the
+sums of its segments. On a CPU a tile is a segment, and what follows the last whole one is read and written in pieces,
+as ``cpu_norm.py`` does it. ``PROCESSOR`` is None on a GPU, and on a CPU the key of compiled code.
+
+``tests/logarithm.py`` and ``tests/tangent.py`` compute the constants.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fusednorm.backends.triton.kernels.cpu_norm import got, put
+from fusednorm.backends.triton.kernels.gates import between, constant, exponential, no_less, no_more, pair, power
+from fusednorm.backends.triton.kernels.numbers import narrowed, quotient, rows_at, widened
+from fusednorm.backends.triton.kernels.tiles import columns_of_tile, total_of, with_sums
+
+
+@triton.jit
+def exp(t, A: tl.constexpr):
+    """exp(t)."""
+    t = no_more(no_less(t, -760.0 if A == tl.float64 else -110.0, A), 710.0 if A == tl.float64 else 89.0, A)
+    p, exponent = exponential(t, A)
+    half = exponent >> 1
+    return p * power(half, A) * power(exponent - half, A)
+
+
+@triton.jit
+def log(x, A: tl.constexpr):
+    """log(x) for x from 1 to 2^31; NaN for a NaN."""
+    if A == tl.float64:
+        beyond = x.to(tl.int64, bitcast=True) - 0x3FE6A09E667F3BCD
+        k = (beyond >> 52).to(A)
+        f = ((beyond & 0xFFFFFFFFFFFFF) + 0x3FE6A09E667F3BCD).to(A, bitcast=True) - constant(x, 1.0, A)
+    else:
+        beyond = x.to(tl.int32, bitcast=True) - 0x3F3504F3
+        k = (beyond >> 23).to(A)
+        f = ((beyond & 0x7FFFFF) + 0x3F3504F3).to(A, bitcast=True) - constant(x, 1.0, A)
+    s = quotient(f, f + constant(x, 2.0, A), A)
+    half = f * f * constant(x, 0.5, A)
+    z = s * s
+    q = z * z
+    if A == tl.float64:
+        c = constant(x, 0.14616449685043406, A)
+        c = c * q + pair(z, 0.18182889125261723, 0.15331721600556042, A)
+        c = c * q + pair(z, 0.28571428625975487, 0.2222221113479508, A)
+        c = c * q + pair(z, 0.666666666666667, 0.39999999999899505, A)
+        high, low = k * constant(x, 0.6931471805598903, A), k * constant(x, 5.497923018708371e-14, A)
+    else:
+        c = constant(x, 0.29579949378967285, A) * q + pair(z, 0.6666668653488159, 0.3998878002166748, A)
+        high, low = k * constant(x, 0.693145751953125, A), k * constant(x, 1.428606765330187e-06, A)
+    # x - x is 0, or NaN for a NaN.
+    return high + (f - (half - ((half + c * z) * s + low))) + (x - x)
+
+
+@triton.jit
+def tanh(x, A: tl.constexpr):
+    """The hyperbolic tangent."""
+    a = tl.abs(x)
+    t = a * a
+    q = t * t
+    if A == tl.float64:
+        c = constant(x, -1.6408599646831444e-06, A)
+        c = c * q + pair(t, -3.447472469998217e-05, 1.0048053928129499e-05, A)
+        c = c * q + pair(t, -0.00023809406936979282, 9.42476297649358e-05, A)
+        c = c * q + pair(t, -0.0014557818253310693, 0.0005897469986953327, A)
+        c = c * q + pair(t, -0.008863234987439102, 0.0035921213885060418, A)
+        c = c * q + pair(t, -0.05396825396758208, 0.021869488509711037, A)
+        c = c * q + pair(t, -0.3333333333333333, 0.13333333333332661, A)
+    else:
+        c = pair(t, -0.00793380755931139, 0.0019095024326816201, A)
+        c = c * q + pair(t, -0.05393585190176964, 0.021615318953990936, A)
+        c = c * q + pair(t, -0.3333333134651184, 0.1333317905664444, A)
+    one = constant(x, 1.0, A)
+    e = exp(no_more(a, 20.0 if A == tl.float64 else 10.0, A) * constant(x, 2.0, A), A)
+    high = one - quotient(constant(x, 2.0, A), e + one, A)
+    value = tl.where(a < constant(x, 0.75, A), c * t * a + a, high)
+    return tl.where(x < constant(x, 0.0, A), constant(x, 0.0, A) - value, value)
+
+
+@triton.jit
+def tile_at(row, at, left, column, PROCESSOR: tl.constexpr):
+    """The numbers of a tile as they are stored; of the last one ``left`` are there, else ``left`` is None."""
+    if left is None:
+        return tl.load(row + at + column)
+    elif PROCESSOR is None:
+        return tl.load(row + at + column, mask=column < left, other=0)
+    else:
+        return tl.reshape(got(row, at, left, column.shape[1]), (1, column.shape[1]))
+
+
+@triton.jit
+def store_tile(value, row, at, left, column, PROCESSOR: tl.constexpr):
+    """Stores a tile where :func:`tile_at` finds it, rounded to the type of the row."""
+    value = narrowed(value, row.dtype.element_ty)
+    if left is None:
+        tl.store(row + at + column, value)
+    elif PROCESSOR is None:
+        tl.store(row + at + column, value, mask=column < left)
+    else:
+        put(row, at, left, tl.reshape(value, (column.shape[1],)), column.shape[1])
+
+
+@triton.jit
+def within(value, column, left, outside: tl.constexpr, A: tl.constexpr):
+    """The numbers of a tile, and another one where none are there."""
+    return value if left is None else tl.where(column < left, value, constant(value, outside, A))
+
+
+@triton.jit
+def number_at(numbers, place, A: tl.constexpr):
+    """One number of an operand that has one for each row, or each id: [1, 1], as ``A``."""
+    return tl.reshape(widened(tl.load(numbers + place + tl.arange(0, 1)), A), (1, 1))
+
+
+@triton.jit
+def store_number(value, numbers, place):
+    """Stores such a number."""
+    tl.store(numbers + place + tl.arange(0, 1), narrowed(tl.reshape(value, (1,)), numbers.dtype.element_ty))
+
+
+@triton.jit
+def capped(x, softcap, A: tl.constexpr):
+    """``softcap * tanh(x / softcap)``, and its derivative."""
+    cap = tl.full(x.shape, softcap, A)
+    t, one = tanh(quotient(x, cap, A), A), constant(x, 1.0, A)
+    return cap * t, (one - t) * (one + t)
+
+
+@triton.jit
+def arguments(stored, softcap, temperature, TYPE: tl.constexpr, A: tl.constexpr):
+    """Stored logits as the softmax takes them, and the derivative of the softcap.
+
+    ``softcap``, ``temperature``: None where there is none.
+    """
+    t = widened(stored, A)
+    slope = t
+    if softcap is not None:
+        t, slope = capped(t, softcap, A)
+        t = between(t, TYPE, A)
+    if temperature is not None:
+        t = quotient(t, tl.broadcast_to(temperature, t.shape), A)
+    return t, slope
+
+
+@triton.jit
+def greatest(most, A: tl.constexpr):
+    """The greatest number of a tile, [1, 1]; NaN if one is NaN."""
+    number = tl.full((1, 1), tl.max(most), A)
+    return tl.where(tl.max((most != most).to(tl.int32)) > 0, constant(number, float("nan"), A), number)
+
+
+@triton.jit
+def id_at(ids, place, size, ignore_index, ignores):
+    """An id, [1, 1]; whether there is such an element, and whether the id is not to be ignored."""
+    chosen = tl.reshape(tl.load(ids + place + tl.arange(0, 1)), (1, 1)).to(tl.int64)
+    return chosen, (chosen >= 0) & (chosen < size), (chosen != ignore_index) | (ignores == 0)
+
+
+@triton.jit
+def log_prob(
+    logits,
+    ids,
+    temperature,
+    out,
+    result,
+    m,
+    s,
+    entropy,
+    logits_stride,
+    out_stride,
+    inner,
+    logits_jump,
+    out_jump,
+    hidden_size,
+    count,
+    ignore_index,
+    ignores,
+    softcap,
+    A: tl.constexpr,
+    OPERATION: tl.constexpr,
+    CAPPED: tl.constexpr,
+    DIVIDES: tl.constexpr,
+    TILES: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VECTOR: tl.constexpr,
+    PROCESSOR: tl.constexpr,
+):
+    """The greatest number and the sum of exponentials of a row, and the results of the operation.
+
+    ``out`` receives the row of log_softmax, ``result`` a number for the row, or for each of its ``count`` ids.
+    """
+    TILE: tl.constexpr = SEGMENTS * DEPTH * WIDTH
+    TYPE: tl.constexpr = logits.dtype.element_ty
+    ENTROPY: tl.constexpr = OPERATION == "selected_and_entropy"
+    row = tl.program_id(0).to(tl.int64)
+    x_row = rows_at(logits, row, logits_stride, logits_jump, inner)
+    cap = softcap if CAPPED else None
+    divisor = number_at(temperature, row, A) if DIVIDES else None
+    column = columns_of_tile(1, SEGMENTS, DEPTH, WIDTH)
+    size = hidden_size.to(tl.int32)
+    left = size % TILE
+    whole = size - left
+    most = tl.full(column.shape, float("-inf"), A)
+    for last in tl.static_range(2):  # whole tiles, and then a part of one
+        for at in range(whole if last else 0, size if last else whole, TILE):
+            there = left if last else None
+            t, _ = arguments(tile_at(x_row, at, there, column, PROCESSOR), cap, divisor, TYPE, A)
+            t = within(t, column, there, float("-inf"), A)
+            most = tl.maximum(most, t, propagate_nan=tl.PropagateNan.ALL)
+    row_m = greatest(most, A)
+    index = tl.arange(0, TILES)[:, None]
+    sums, sums_of_z = tl.zeros((TILES, SEGMENTS), A), tl.zeros((TILES, SEGMENTS), A)
+    for last in tl.static_range(2):
+        for at in range(whole if last else 0, size if last else whole, TILE):
+            there = left if last else None
+            t, _ = arguments(tile_at(x_row, at, there, column, PROCESSOR), cap, divisor, TYPE, A)
+            below = t - row_m
+            e = within(exp(below, A), column, there, 0.0, A)
+            sums = with_sums(sums, index == at // TILE, e, VECTOR)
+            if ENTROPY:
+                z = tl.where(e == 0, constant(e, 0.0, A), e * below)
+                sums_of_z = with_sums(sums_of_z, index == at // TILE, z, VECTOR)
+    row_s = tl.reshape(total_of(sums), (1, 1))
+    log_s = log(row_s, A)
+    store_number(row_m, m, row)
+    store_number(row_s, s, row)
+    if OPERATION == "log_softmax":
+        out_row = rows_at(out, row, out_stride, out_jump, inner)
+        for last in tl.static_range(2):
+            for at in range(whole if last else 0, size if last else whole, TILE):
+                there = left if last else None
+                t, _ = arguments(tile_at(x_row, at, there, column, PROCESSOR), cap, divisor, TYPE, A)
+                store_tile((t - row_m) - log_s, out_row, at, there, column, PROCESSOR)
+    elif OPERATION == "logsumexp":
+        store_number(tl.where(tl.abs(row_m) == float("inf"), row_m, row_m + log_s), result, row)
+    else:
+        zero = constant(row_m, 0.0, A)
+        some = tl.zeros((1, 1), tl.int32)
+        for k in range(count):
+            chosen, exists, counted = id_at(ids, row * count + k, size, ignore_index, ignores)
+            t, _ = arguments(tl.load(x_row + tl.where(exists, chosen, 0)), cap, divisor, TYPE, A)
+            found = tl.where(exists, (t - row_m) - log_s, constant(row_m, float("nan"), A))
+            store_number(tl.where(counted, found, zero), result, row * count + k)
+            some = some | counted.to(tl.int32)
+        if ENTROPY:
+            of_z = tl.reshape(total_of(sums_of_z), (1, 1))
+            store_number(tl.where(some > 0, log_s - quotient(of_z, row_s, A), zero), entropy, row)
+
+
+@triton.jit
+def d_at(d_result, place, exists, counted, A: tl.constexpr):
+    """The gradient of the log-probability of an id, [1, 1]."""
+    d = tl.where(exists, number_at(d_result, place, A), tl.full((1, 1), float("nan"), A))
+    return tl.where(counted, d, tl.full((1, 1), 0, A))
+
+
+@triton.jit
+def log_prob_backward(
+    logits,
+    ids,
+    temperature,
+    d,
+    d_result,
+    d_entropy,
+    m,
+    s,
+    entropy,
+    dx,
+    logits_stride,
+    dx_stride,
+    d_stride,
+    inner,
+    logits_jump,
+    dx_jump,
+    d_jump,
+    hidden_size,
+    count,
+    ignore_index,
+    ignores,
+    softcap,
+    A: tl.constexpr,
+    OPERATION: tl.constexpr,
+    CAPPED: tl.constexpr,
+    DIVIDES: tl.constexpr,
+    TILES: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VECTOR: tl.constexpr,
+    PROCESSOR: tl.constexpr,
+):
+    """The gradient of a row of logits. ``d`` is that of the row of log_softmax, ``d_result`` that of ``result``.
+
+    OPERATION is "selected" too where there is no gradient of the entropy.
+    """
+    TILE: tl.constexpr = SEGMENTS * DEPTH * WIDTH
+    TYPE: tl.constexpr = logits.dtype.element_ty
+    SELECTS: tl.constexpr = OPERATION == "selected" or OPERATION == "selected_and_entropy"
+    ENTROPY: tl.constexpr = OPERATION == "selected_and_entropy"
+    row = tl.program_id(0).to(tl.int64)
+    x_row = rows_at(logits, row, logits_stride, logits_jump, inner)
+    dx_row = rows_at(dx, row, dx_stride, dx_jump, inner)
+    cap = softcap if CAPPED else None
+    divisor = number_at(temperature, row, A) if DIVIDES else None
+    row_m, row_s = number_at(m, row, A), number_at(s, row, A)
+    column = columns_of_tile(1, SEGMENTS, DEPTH, WIDTH)
+    size = hidden_size.to(tl.int32)
+    left = size % TILE
+    whole = size - left
+    some = tl.zeros((1, 1), tl.int32)
+    if SELECTS:
+        for k in range(count):
+            _, _, counted = id_at(ids, row * count + k, size, ignore_index, ignores)
+            some = some | counted.to(tl.int32)
+    elif OPERATION == "log_softmax":
+        d_row = rows_at(d, row, d_stride, d_jump, inner)
+        sums = tl.zeros((TILES, SEGMENTS), A)
+        for last in tl.static_range(2):
+            for at in range(whole if last else 0, size if last else whole, TILE):
+                incoming = widened(tile_at(d_row, at, left if last else None, column, PROCESSOR), A)
+                sums = with_sums(sums, tl.arange(0, TILES)[:, None] == at // TILE, incoming, VECTOR)
+        total = tl.reshape(total_of(sums), (1, 1))
+    else:
+        total = number_at(d_result, row, A)
+    if ENTROPY:
+        log_s, h, dh = log(row_s, A), number_at(entropy, row, A), number_at(d_entropy, row, A)
+    zero, one = tl.zeros(column.shape, A), tl.full(column.shape, 1, A)
+    for last in tl.static_range(2):
+        for at in range(whole if last else 0, size if last else whole, TILE):
+            there = left if last else None
+            t, slope = arguments(tile_at(x_row, at, there, column, PROCESSOR), cap, divisor, TYPE, A)
+            below = t - row_m
+            p = quotient(exp(below, A), tl.broadcast_to(row_s, t.shape), A)
+            if OPERATION == "log_softmax":
+                dt = widened(tile_at(d_row, at, there, column, PROCESSOR), A) - p * total
+            elif OPERATION == "logsumexp":
+                dt = total * p
+            else:
+                own, others = zero, zero
+                for k in range(count):
+                    chosen, exists, counted = id_at(ids, row * count + k, size, ignore_index, ignores)
+                    of_id = d_at(d_result, row * count + k, exists, counted, A)
+                    own = own + tl.where(chosen == at + column, of_id, zero)
+                    others = others + tl.where(chosen == at + column, zero, of_id)
+                dt = own * (one - p) + others * (zero - p)
+            if ENTROPY:
+                surprise = (tl.where(p == 0, zero, below) - log_s) + h
+                dt = dt - tl.where(p == 0, zero, dh * (p * surprise))
+            if DIVIDES:
+                dt = quotient(dt, tl.broadcast_to(divisor, dt.shape), A)
+            if CAPPED:
+                dt = between(dt, TYPE, A) * slope
+            if SELECTS:
+                dt = tl.where(some > 0, dt, zero)
+            store_tile(dt, dx_row, at, there, column, PROCESSOR)
