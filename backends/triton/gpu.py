@@ -297,9 +297,9 @@ def rotation_variant(kind: RotationKind, lanes: int | None = None) -> Variant:
 
 
 def log_prob_variant(kind: LogProbKind, lanes: int | None = None) -> Variant:
-    """The kernel of log-probabilities, or of their gradient, on GPUs with so many threads in a warp; on this one if None.
+    """The kernel of log-probabilities, or of their gradient, on GPUs with so many threads in a warp.
 
-    A program takes a row, whose tiles are those of norms.
+    On this one if None. A program takes a row, in tiles as norms have them.
     """
     lanes = lanes or warp_size()
     _, segments, depth, width, vector, _, tiles = tiling(kind.hidden_size, kind.dtypes(), lanes, kind.alignment)

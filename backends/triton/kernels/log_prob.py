@@ -1,8 +1,8 @@
 """Log-probabilities in Triton, on GPUs and CPUs: docs/spec.md, section 11.
 
-A program takes a row, and reads it two or three times, tile by tile (``tiles.py``); nothing of its length is kept but the
-sums of its segments. On a CPU a tile is a segment, and what follows the last whole one is read and written in pieces,
-as ``cpu_norm.py`` does it. ``PROCESSOR`` is None on a GPU, and on a CPU the key of compiled code.
+A program takes a row, and reads it two or three times, tile by tile (``tiles.py``); nothing of its length is kept but
+the sums of its segments. On a CPU a tile is a segment, and what follows the last whole one is read and written in
+pieces, as ``cpu_norm.py`` does it. ``PROCESSOR`` is None on a GPU, and on a CPU the key of compiled code.
 
 ``tests/logarithm.py`` and ``tests/tangent.py`` compute the constants.
 """
@@ -20,7 +20,7 @@ from fusednorm.backends.triton.kernels.tiles import columns_of_tile, total_of, w
 
 @triton.jit
 def exp(t, A: tl.constexpr):
-    """exp(t)."""
+    """The exponential."""
     t = no_more(no_less(t, -760.0 if A == tl.float64 else -110.0, A), 710.0 if A == tl.float64 else 89.0, A)
     p, exponent = exponential(t, A)
     half = exponent >> 1
@@ -29,7 +29,7 @@ def exp(t, A: tl.constexpr):
 
 @triton.jit
 def log(x, A: tl.constexpr):
-    """log(x) for x from 1 to 2^31; NaN for a NaN."""
+    """The logarithm of numbers from 1 to 2^31; NaN for a NaN."""
     if A == tl.float64:
         beyond = x.to(tl.int64, bitcast=True) - 0x3FE6A09E667F3BCD
         k = (beyond >> 52).to(A)
@@ -63,7 +63,7 @@ def tanh(x, A: tl.constexpr):
     q = t * t
     if A == tl.float64:
         c = constant(x, -1.6408599646831444e-06, A)
-        c = c * q + pair(t, -3.447472469998217e-05, 1.0048053928129499e-05, A)
+        c = c * q + pair(t, -3.449472469998217e-05, 1.0048053928129499e-05, A)
         c = c * q + pair(t, -0.00023809406936979282, 9.42476297649358e-05, A)
         c = c * q + pair(t, -0.0014557818253310693, 0.0005897469986953327, A)
         c = c * q + pair(t, -0.008863234987439102, 0.0035921213885060418, A)
