@@ -154,8 +154,8 @@ def greatest(most, A: tl.constexpr):
 
 @triton.jit
 def id_at(ids, place, size, ignore_index, ignores):
-    """An id, [1, 1]; whether there is such an element, and whether the id is not to be ignored."""
-    chosen = tl.reshape(tl.load(ids + place + tl.arange(0, 1)), (1, 1)).to(tl.int64)
+    """An id; whether there is such an element, and whether the id is not to be ignored."""
+    chosen = tl.load(ids + place).to(tl.int64)
     return chosen, (chosen >= 0) & (chosen < size), (chosen != ignore_index) | (ignores == 0)
 
 
@@ -243,7 +243,8 @@ def log_prob(
         some = tl.zeros((1, 1), tl.int32)
         for k in range(count):
             chosen, exists, counted = id_at(ids, row * count + k, size, ignore_index, ignores)
-            t, _ = arguments(tl.load(x_row + tl.where(exists, chosen, 0)), cap, divisor, TYPE, A)
+            stored = tl.load(x_row + tl.where(exists, chosen, 0) + tl.arange(0, 1))
+            t, _ = arguments(tl.reshape(stored, (1, 1)), cap, divisor, TYPE, A)
             found = tl.where(exists, (t - row_m) - log_s, constant(row_m, float("nan"), A))
             store_number(tl.where(counted, found, zero), result, row * count + k)
             some = some | counted.to(tl.int32)
@@ -312,10 +313,11 @@ def log_prob_backward(
     size = hidden_size.to(tl.int32)
     left = size % TILE
     whole = size - left
-    some = tl.zeros((1, 1), tl.int32)
+    total, some = tl.zeros((1, 1), A), tl.zeros((1, 1), tl.int32)
     if SELECTS:
         for k in range(count):
-            _, _, counted = id_at(ids, row * count + k, size, ignore_index, ignores)
+            _, exists, counted = id_at(ids, row * count + k, size, ignore_index, ignores)
+            total = total + d_at(d_result, row * count + k, exists, counted, A)
             some = some | counted.to(tl.int32)
     elif OPERATION == "log_softmax":
         d_row = rows_at(d, row, d_stride, d_jump, inner)
@@ -341,13 +343,18 @@ def log_prob_backward(
             elif OPERATION == "logsumexp":
                 dt = total * p
             else:
-                own, others = zero, zero
+                dt = total * (zero - p)
                 for k in range(count):
-                    chosen, exists, counted = id_at(ids, row * count + k, size, ignore_index, ignores)
-                    of_id = d_at(d_result, row * count + k, exists, counted, A)
-                    own = own + tl.where(chosen == at + column, of_id, zero)
-                    others = others + tl.where(chosen == at + column, zero, of_id)
-                dt = own * (one - p) + others * (zero - p)
+                    chosen, _, _ = id_at(ids, row * count + k, size, ignore_index, ignores)
+                    if (chosen >= at) & (chosen < at + TILE):
+                        own, others = tl.zeros((1, 1), A), tl.zeros((1, 1), A)
+                        for j in range(count):
+                            other, exists, counted = id_at(ids, row * count + j, size, ignore_index, ignores)
+                            of_other = d_at(d_result, row * count + j, exists, counted, A)
+                            own = own + tl.where(other == chosen, of_other, 0)
+                            others = others + tl.where(other == chosen, 0, of_other)
+                        here = column == (chosen - at).to(tl.int32)
+                        dt = tl.where(here, own * (one - p) + others * (zero - p), dt)
             if ENTROPY:
                 surprise = (tl.where(p == 0, zero, below) - log_s) + h
                 dt = dt - tl.where(p == 0, zero, dh * (p * surprise))
