@@ -23,6 +23,7 @@ from fusednorm.backends.kernel_keys import (
     BackwardKind,
     ForwardKind,
     GateKind,
+    LogProbKind,
     QuantizerKind,
     blocks_of,
     ceiling,
@@ -39,14 +40,14 @@ from fusednorm.calls.call import ACTIVATIONS, AroundNorm, Backward, Forward, Gat
 from fusednorm.reference import norm as reference
 
 if TYPE_CHECKING:
-    from fusednorm.calls.call import Call, ForwardCall, GateBackward, Operation
+    from fusednorm.calls.call import Call, ForwardCall, GateBackward, LogProbBackward, Operation
 
 #: Triton's CPU driver, and its interpreter, take tensors in the processor's memory.
 DEVICES = ("cpu",)
 
 #: The cpu backend rotates heads: a head is one tile, so kernels of Triton's have nothing to gain.
 KNOWS = frozenset(("residual_dtype", "affine", "x_scale", "center", "quantize", "round_scale", "norm_gated", "rotate"))
-KNOWS |= {"gate", "gate_backward", "gate_steps", "gate_interleaved"}
+KNOWS |= {"gate", "gate_backward", "gate_steps", "gate_interleaved", "log_prob", "log_prob_backward"}
 
 #: The backend that takes calls while a kernel is compiled in the background.
 MEANWHILE = "cpu"
@@ -227,6 +228,14 @@ def backward_variants(kind: BackwardKind) -> dict[str, Variant]:
     return variants
 
 
+def log_prob_variant(kind: LogProbKind) -> Variant:
+    """The kernel of log-probabilities, or of their gradient; a tile is a segment."""
+    function, dtypes, constants = host.log_prob_parts(kind)
+    constants |= {"TILES": _segments(kind.hidden_size), "SEGMENTS": 1, "DEPTH": 1, "WIDTH": reference.SEGMENT}
+    constants |= {"VECTOR": 1, "PROCESSOR": _constants()["PROCESSOR"]}
+    return Variant(function, dtypes, kind.accumulator, constants, bits=True, null=True)
+
+
 def _flags(**flags: bool) -> int:
     """Flags of the kernels, added up."""
     from fusednorm.backends.triton.kernels import cpu_norm as kernels
@@ -306,7 +315,7 @@ class _CompiledHost(_Host):
 _compiler = Compiler(Program)
 
 _CHOOSERS: dict[type, Callable[..., Any]] = {ForwardKind: forward_variant, BackwardKind: backward_variants}
-_CHOOSERS[GateKind] = gate_variant
+_CHOOSERS |= {GateKind: gate_variant, LogProbKind: log_prob_variant}
 
 if INTERPRETED:
     _host: Host = _Host(_CHOOSERS, Interpreted, pointer_or_null, unaligned=True)
@@ -329,6 +338,6 @@ def forward(call: ForwardCall) -> None:
         _host.run(call)
 
 
-def backward(call: Backward | GateBackward) -> None:
+def backward(call: Backward | GateBackward | LogProbBackward) -> None:
     """Runs kernels; see :class:`fusednorm.registry.Backend`, and :func:`forward`."""
     _host.run(call)

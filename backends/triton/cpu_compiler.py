@@ -41,6 +41,7 @@ _log = logging.getLogger("fusednorm")
 #: accumulator's type, and numbers of float32.
 GIVEN = {"forward": (8, 16, 3, 0), "backward": (9, 11, 1, 0), "quantize": (9, 22, 3, 5)}
 GIVEN |= {"gate": (3, 8, 0, 0), "gate_backward": (5, 12, 0, 0)}
+GIVEN |= dict.fromkeys(("log_prob", "log_prob_backward"), (11, 11, 1, 0))
 
 
 def processor() -> str:
@@ -70,6 +71,8 @@ class Program:
             os.unlink(path)
         address = ctypes.cast(getattr(self._library, kernel.metadata.name), ctypes.c_void_p).value
         self.address: int = address or 0
+        of_log_prob = "log_prob" in kernel.metadata.name
+        self._run = _lib.fn_run_triton_log_prob if of_log_prob else _lib.fn_run_triton
 
     def _check(self, kernel: Any) -> None:
         """That the kernel takes what C will give it.
@@ -92,7 +95,7 @@ class Program:
 
     def __call__(self, call: bytes, programs: int) -> None:
         """Runs so many programs of a packed call on torch's threads."""
-        if _lib.fn_run_triton(self.address, call, programs):
+        if self._run(self.address, call, programs):
             raise OverflowError(f"this call would take {programs} programs, and Triton counts them in 32 bits; split x")
 
 

@@ -32,6 +32,7 @@ from fusednorm.backends.kernel_keys import (
 from fusednorm.calls import c_abi
 from fusednorm.calls.c_enums import Share
 from fusednorm.calls.call import (
+    ABSENT,
     Backward,
     Call,
     Forward,
@@ -222,17 +223,17 @@ def log_prob_parts(kind: LogProbKind) -> tuple[Any, dict[str, torch.dtype | None
     from fusednorm.backends.triton.kernels import log_prob as kernels
 
     wide, whole = kind.accumulator, kind.name == "log_softmax"
-    dtypes = {"logits": kind.logits, "ids": kind.ids, "temperature": kind.temperature, "m": wide, "s": wide}
-    if kind.d is None:
-        function, name = kernels.log_prob, kind.name
-        dtypes |= {"out": kind.out, "result": None} if whole else {"out": None, "result": kind.out}
-    else:
-        # Without a gradient of the entropy that of the log-probabilities is left.
-        function, name = kernels.log_prob_backward, "selected" if kind.ids is not None else kind.name
-        name += "_and_entropy" * (kind.d_entropy is not None)
-        dtypes |= {"d": kind.d, "d_result": None} if whole else {"d": None, "d_result": kind.d}
-        dtypes |= {"d_entropy": kind.d_entropy, "dx": kind.out}
-    dtypes["entropy"] = wide if name == "selected_and_entropy" else None
+    function, name = kernels.log_prob, kind.name
+    dtypes = dict.fromkeys(("out", "result", "entropy", "d", "d_result", "d_entropy"))
+    dtypes |= {"logits": kind.logits, "ids": kind.ids, "temperature": kind.temperature, "m": wide, "s": wide}
+    dtypes["out" if whole or kind.d is not None else "result"] = kind.out
+    if kind.d is not None:
+        function = kernels.log_prob_backward
+        dtypes["d" if whole else "d_result"] = kind.d
+        if name == "selected_and_entropy" and kind.d_entropy is None:
+            name = "selected"
+    if name == "selected_and_entropy":
+        dtypes |= {"entropy": wide, "d_entropy": kind.d_entropy}
     return function, dtypes, {"OPERATION": name, "CAPPED": kind.capped, "DIVIDES": kind.temperature is not None}
 
 
@@ -348,8 +349,7 @@ _OF_GATE = tuple((f"{name}_stride", f"{name}_jump") for name in ("y", "z", "out"
 _OF_GATE_BACKWARD = tuple((f"{name}_stride", f"{name}_jump") for name in ("d", "y", "z", "dy", "dz"))
 _OF_QUANTIZER = tuple((f"{name}_stride", f"{name}_jump") for name in ("x", "numbers", "scale", "zero_point"))
 _OF_TABLES = tuple((f"{name}_stride", f"{name}_jump") for name in ("cos", "sin", "positions"))
-_OF_LOG_PROB = (("logits_stride", "logits_jump"), ("out_stride", "out_jump"))
-_OF_LOG_PROB_BACKWARD = (_OF_LOG_PROB[0], ("dx_stride", "dx_jump"), ("d_stride", "d_jump"))
+_OF_LOG_PROB = tuple((f"{name}_stride", f"{name}_jump") for name in ("logits", "out", "d"))
 _OF_BACKWARD = tuple((f"{name}_stride", f"{name}_jump") for name in ("dy", "d_total", "h"))
 
 #: The numbers that only a norm before a quantizer has.
@@ -508,12 +508,12 @@ class Host:
 
     def log_prob(self, call: LogProb | LogProbBackward) -> None:
         """Launches the kernel of log-probabilities, or of their gradient."""
-        places = _OF_LOG_PROB if isinstance(call, LogProb) else _OF_LOG_PROB_BACKWARD
-        values = self._given(call) | _places(call, places, call.strides)
+        strides = (*call.strides, ABSENT) if isinstance(call, LogProb) else call.strides
+        values = self._given(call) | _places(call, _OF_LOG_PROB, strides)
         if isinstance(call, LogProb):
             values["result"] = values["out"]
         else:
-            values["d_result"] = values["d"]
+            values |= {"out": values["dx"], "d_result": values["d"]}
         values["count"] = 0 if call.ids is None else call.ids.numel() // call.rows
         values |= {"ignores": int(call.ignore_index is not None), "ignore_index": call.ignore_index or 0}
         self._launch(call, call.rows, values)

@@ -59,7 +59,7 @@ def ids_of(rows, hidden, several, dtype, ignored):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("function", ["log_softmax", "logsumexp"])
-@pytest.mark.left_out("triton_cpu", "triton_ptx")
+@pytest.mark.left_out("triton_cpu")
 def test_whole_rows(mode, agree, function, dtype):
     outs = (None, F32, BF16) if function == "log_softmax" else (None,)
     for hidden, data, out_dtype in covering(SIZES, AXES["data"], outs):
@@ -70,7 +70,7 @@ def test_whole_rows(mode, agree, function, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("function", SELECTING)
-@pytest.mark.left_out("triton_cpu", "triton_ptx")
+@pytest.mark.left_out("triton_cpu")
 def test_ids(mode, agree, function, dtype):
     """Ids of every kind, some that are ignored, with a cap and temperatures."""
     for softcap, temperature, ignored, kind, several, hidden, data in covering(
@@ -87,7 +87,7 @@ def test_ids(mode, agree, function, dtype):
 
 @pytest.mark.promise("fused equals unfused")
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-@pytest.mark.left_out("triton_cpu", "triton_ptx")
+@pytest.mark.left_out("triton_cpu")
 def test_an_element_of_the_whole_row(mode, agree, dtype):
     """A selected log-probability is gathered; softcap and temperature are operations before."""
     wide = torch.promote_types(dtype, F32)
@@ -104,7 +104,7 @@ def test_an_element_of_the_whole_row(mode, agree, dtype):
         agree([found], [fusednorm.selected_log_prob(divided, ids)], f"operations before, {hidden}")
 
 
-@pytest.mark.left_out("triton_cpu", "triton_ptx")
+@pytest.mark.left_out("triton_cpu")
 def test_infinities_are_those_of_torch(mode, agree):
     """Masked logits are -inf; a row of them, one with a NaN and one with an infinity have torch's results."""
     for dtype in (F32, F64):

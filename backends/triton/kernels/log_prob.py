@@ -169,11 +169,16 @@ def log_prob(
     m,
     s,
     entropy,
+    d,
+    d_result,
+    d_entropy,
     logits_stride,
     out_stride,
+    d_stride,
     inner,
     logits_jump,
     out_jump,
+    d_jump,
     hidden_size,
     count,
     ignore_index,
@@ -192,7 +197,8 @@ def log_prob(
 ):
     """The greatest number and the sum of exponentials of a row, and the results of the operation.
 
-    ``out`` receives the row of log_softmax, ``result`` a number for the row, or for each of its ``count`` ids.
+    ``out`` receives the row of log_softmax, ``result`` a number for the row, or for each of its ``count`` ids. ``d``
+    and what belongs to it are the gradient's: C gives both kernels the same arguments.
     """
     TILE: tl.constexpr = SEGMENTS * DEPTH * WIDTH
     TYPE: tl.constexpr = logits.dtype.element_ty
@@ -265,19 +271,20 @@ def log_prob_backward(
     logits,
     ids,
     temperature,
-    d,
-    d_result,
-    d_entropy,
+    out,
+    result,
     m,
     s,
     entropy,
-    dx,
+    d,
+    d_result,
+    d_entropy,
     logits_stride,
-    dx_stride,
+    out_stride,
     d_stride,
     inner,
     logits_jump,
-    dx_jump,
+    out_jump,
     d_jump,
     hidden_size,
     count,
@@ -295,7 +302,7 @@ def log_prob_backward(
     VECTOR: tl.constexpr,
     PROCESSOR: tl.constexpr,
 ):
-    """The gradient of a row of logits. ``d`` is that of the row of log_softmax, ``d_result`` that of ``result``.
+    """The gradient of a row of logits, in ``out``; ``d`` and ``d_result`` are those of ``out`` and ``result`` above.
 
     OPERATION is "selected" too where there is no gradient of the entropy.
     """
@@ -305,7 +312,7 @@ def log_prob_backward(
     ENTROPY: tl.constexpr = OPERATION == "selected_and_entropy"
     row = tl.program_id(0).to(tl.int64)
     x_row = rows_at(logits, row, logits_stride, logits_jump, inner)
-    dx_row = rows_at(dx, row, dx_stride, dx_jump, inner)
+    out_row = rows_at(out, row, out_stride, out_jump, inner)
     cap = softcap if CAPPED else None
     divisor = number_at(temperature, row, A) if DIVIDES else None
     row_m, row_s = number_at(m, row, A), number_at(s, row, A)
@@ -364,4 +371,4 @@ def log_prob_backward(
                 dt = between(dt, TYPE, A) * slope
             if SELECTS:
                 dt = tl.where(some > 0, dt, zero)
-            store_tile(dt, dx_row, at, there, column, PROCESSOR)
+            store_tile(dt, out_row, at, there, column, PROCESSOR)
