@@ -32,7 +32,6 @@ from fusednorm.backends.kernel_keys import (
 from fusednorm.calls import c_abi
 from fusednorm.calls.c_enums import Share
 from fusednorm.calls.call import (
-    ABSENT,
     Backward,
     Call,
     Forward,
@@ -49,6 +48,7 @@ from fusednorm.calls.call import (
     Strides,
     device_of,
 )
+from fusednorm.calls.memory import ABSENT
 from fusednorm.calls.process import BackendError
 
 #: Where a Triton with a driver for CPUs comes from.

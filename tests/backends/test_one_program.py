@@ -7,6 +7,7 @@ in the same way: the interpreter runs one turn of each, and the machine all turn
 """
 
 import ctypes
+import itertools
 import math
 import operator
 import os
@@ -24,7 +25,7 @@ from fusednorm.backends.triton import cpu as triton_cpu
 from fusednorm.backends.triton import gpu as triton_gpu
 from fusednorm.backends.triton import host as triton_host
 from fusednorm.backends.triton.host import INTERPRETED
-from fusednorm.calls.call import Backward, GateBackward, RMSNorm
+from fusednorm.calls.call import Backward, GateBackward, LogProb, LogProbBackward, RMSNorm
 from fusednorm.conformance.cases import BF16, F32
 from fusednorm.operations import gate as gates
 from fusednorm.operations import norm_gated
@@ -85,10 +86,11 @@ if INTERPRETED:
     from fusednorm.backends.triton.kernels import cpu_gates as triton_cpu_gates
     from fusednorm.backends.triton.kernels import cpu_norm as triton_cpu_kernels
     from fusednorm.backends.triton.kernels import cpu_quantize as triton_cpu_quantize
+    from fusednorm.backends.triton.kernels import log_prob as triton_log_prob
     from fusednorm.backends.triton.kernels import norm as triton_kernels
 
     #: The modules of kernels with loops over rows.
-    WITH_LOOPS = (triton_kernels, triton_cpu_kernels, triton_cpu_gates, triton_cpu_quantize)
+    WITH_LOOPS = (triton_kernels, triton_cpu_kernels, triton_cpu_gates, triton_cpu_quantize, triton_log_prob)
 
 
 # Each makes operands with so many rows of so many elements, and returns what calls the function.
@@ -202,7 +204,31 @@ def both_backward(far, rows, size):
     return backward(far, rows, size, of_weight=True)
 
 
+def log_prob(far, rows, size):
+    """The logarithm of the softmax of rows in two levels."""
+    shape = rows // 3, 3, size
+    logits, out = far(BF16, shape), far(BF16, shape)
+    m, s = far.side_by_side(F32, *shape[:2]), far.side_by_side(F32, *shape[:2])
+    strides = tuple((t.stride(0), t.stride(1)) for t in (logits, out))
+    lies = {"hidden_size": size, "rows": rows, "inner": 3, "strides": strides}
+    absent = {"ids": None, "temperature": None, "softcap": 0.0, "ignore_index": None, "entropy": None}
+    call = LogProb("log_softmax", logits, **absent, out=out, m=m, s=s, **lies)
+    return lambda backend: MODULES[backend].forward(call)
+
+
+def log_prob_backward(far, rows, size):
+    """The gradient of the log-probabilities of ids, and of the entropy."""
+    logits, dx = far(F32, (rows, size)), far.side_by_side(F32, rows, size)
+    ids, numbers = far.side_by_side(torch.int64, rows), [far.side_by_side(F32, rows) for _ in range(6)]
+    names = ("d", "d_entropy", "m", "s", "entropy", "temperature")
+    lies = {"hidden_size": size, "rows": rows, "inner": rows, "strides": ((0, logits.stride(0)), (0, size), (0, 0))}
+    given = {"ids": ids, "softcap": 0.0, "ignore_index": None, "dx": dx, **dict(zip(names, numbers, strict=True))}
+    call = LogProbBackward("selected_and_entropy", logits, **given, **lies)
+    return lambda backend: MODULES[backend].backward(call)
+
+
 OF_ROWS = [norm, norm_in_place, two_norms, norm_quantized, quantize, gate, gated_norm, rotate, gate_backward, backward]
+OF_ROWS += [log_prob, log_prob_backward]
 
 
 class OneProgram:
@@ -378,6 +404,7 @@ def test_columns_of_gates(backend, make):
 #: What one program takes rows of any length of, in a loop.
 LOOPS = [("triton", make) for make in (norm, norm_in_place, two_norms, gated_norm, backward)]
 LOOPS += [("triton_cpu", make) for make in (norm, norm_in_place, gate, gated_norm, gate_backward, backward)]
+LOOPS += itertools.product(("triton", "triton_cpu"), (log_prob, log_prob_backward))
 
 
 @pytest.mark.skipif(EXECUTED, reason="the machine cannot leave out turns of loops")

@@ -20,6 +20,7 @@ from fusednorm.backends.kernel_keys import (
     BackwardKind,
     ForwardKind,
     GateKind,
+    LogProbKind,
     GateOfNorm,
     QuantizerKind,
     RotationKind,
@@ -378,6 +379,47 @@ def test_a_norm_with_a_gate(capability, dtype, size):
         kernel, _ = sound(variant, GPUTarget("cuda", capability, 32))
         ptx = kernel.asm["ptx"]
         assert set(accesses(ptx, "ld")) == set(accesses(ptx, "st")) == {16}
+
+
+def log_prob_variants(logits, size, lanes):
+    """The kernels of log-probabilities, and of their gradients."""
+    wide = F64 if logits == F64 else F32
+    for name in ("log_softmax", "logsumexp", "selected", "selected_and_entropy"):
+        ids, whole = torch.int64 if "selected" in name else None, name == "log_softmax"
+        result, entropy = logits if whole else wide, wide if "entropy" in name else None
+        given = (ids, F32 if ids is not None else None)
+        forward = LogProbKind(name, logits, result, *given, None, None, False, size, 16)
+        backward = LogProbKind(name, logits, logits, *given, result, entropy, False, size, 16)
+        for kind in (forward, backward._replace(capped=ids is not None)):
+            yield kind, triton_gpu.log_prob_variant(kind, lanes)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "size"), [(75, F16, 4096), (90, BF16, 151936), (90, F64, 1000), (100, F32, 128256)], ids=str
+)
+def test_log_probabilities(capability, dtype, size):
+    """Nothing spilled, every operation rounded by itself, whole vectors of rows, and each read as often as is said."""
+    for kind, variant in log_prob_variants(dtype, size, 32):
+        kernel, registers = sound(variant, GPUTarget("cuda", capability, 32))
+        assert registers <= (255 if dtype == F64 else 128), kind
+        assert kernel.metadata.shared <= 8 * 1024, kind
+        loads, stores = accesses(kernel.asm["ptx"], "ld"), accesses(kernel.asm["ptx"], "st")
+        # A tile is there twice: all of it, and what is left of a row.
+        tile = 2 * variant.constants["SEGMENTS"] * variant.constants["DEPTH"] * variant.constants["WIDTH"]
+        vectors = tile * dtype.itemsize // (16 * 32 * variant.warps)
+        whole, gradients = kind.name == "log_softmax", kind.d is not None
+        times = (3 if whole else 2) if not gradients else (3 if whole else 1)
+        assert loads.count(16) == times * vectors, kind
+        assert stores.count(16) == (vectors if whole or gradients else 0), kind
+
+
+@pytest.mark.parametrize("target", [AMD[1], AMD[3]], ids=lambda target: target.arch)
+def test_log_probabilities_on_amd(target):
+    """Nothing fused or approximate but in what divides, nothing flushed, nothing spilled."""
+    for kind, variant in log_prob_variants(BF16, 151936, target.warp_size):
+        kernel = triton_host.compiled(variant, target)
+        assert unlike_the_source("rows", BF16, kernel) == [], kind
+        assert set(re.findall(r"\.[vs]gpr_spill_count:\s*(\d+)", kernel.asm["amdgcn"])) == {"0"}, kind
 
 
 @pytest.mark.parametrize("target", [AMD[1], AMD[3]], ids=lambda target: target.arch)

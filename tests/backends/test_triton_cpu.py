@@ -21,7 +21,14 @@ import torch
 import fusednorm
 from fusednorm import Quantization, quantizations
 from fusednorm.backends import cpu
-from fusednorm.backends.kernel_keys import BackwardKind, ForwardKind, GateKind, GateOfNorm, QuantizerKind
+from fusednorm.backends.kernel_keys import (
+    BackwardKind,
+    ForwardKind,
+    GateKind,
+    GateOfNorm,
+    LogProbKind,
+    QuantizerKind,
+)
 from fusednorm.backends.triton import cpu as triton_cpu
 from fusednorm.backends.triton import cpu_compiler as triton_cpu_host
 from fusednorm.backends.triton import host as triton_host
@@ -33,6 +40,8 @@ from fusednorm.calls.call import (
     Gate,
     GateBackward,
     GateSteps,
+    LogProb,
+    LogProbBackward,
     NormGated,
     Quantize,
     operation_of,
@@ -201,6 +210,34 @@ def test_c_gives_a_kernel_a_norm_with_a_gate(norm_first):
     assert given[24:28] == (0.5, 1.5, 1, 4)
 
 
+@pytest.mark.parametrize(("dtype", "number"), [(F32, ctypes.c_float), (F64, ctypes.c_double)])
+def test_c_gives_a_kernel_log_probabilities(dtype, number):
+    """Rows and numbers in their place have the same address, of which a kernel takes one."""
+    calls = []
+    logits, out, d, dx = (torch.zeros(6, 8, dtype=dtype) for _ in range(4))
+    ids, (temperature, m, s, entropy, dh) = torch.zeros(6, 2).int(), torch.zeros(5, 6, dtype=dtype)
+    given = {"name": "selected", "logits": logits, "ids": ids, "temperature": temperature, "softcap": 0.5}
+    given |= {"m": m, "s": s, "entropy": entropy, "ignore_index": -100, "hidden_size": 8, "rows": 6, "inner": 3}
+    forward = LogProb(**given, out=out, strides=((500, 8), (501, 9)))
+    backward = LogProbBackward(**given, d=d, d_entropy=dh, dx=dx, strides=((500, 8), (501, 9), (502, 10)))
+    for name, call in (("log_prob", forward), ("log_prob_backward", backward)):
+        function = kernel(name, number, calls)
+        address = ctypes.cast(function, POINTER).value
+        assert LIB.fn_run_triton_log_prob(address, c_abi.pack_log_prob(call), 6) == 0
+        assert LIB.fn_run_triton_log_prob(address, c_abi.pack_log_prob(call), 2**31) == 1
+    before = [t.data_ptr() for t in (logits, ids, temperature)]
+    kept, numbers = [t.data_ptr() for t in (m, s, entropy)], (8, 2, -100, 1, 0.5)
+    lies = (8, 9, 0, 3, 476, 474, 0)
+    assert calls[2][0] == (*before, *[out.data_ptr()] * 2, *kept, *[None] * 3, *lies, *numbers, 2, 0, 0, 6, 1, 1)
+    of_d, lies = (d.data_ptr(), d.data_ptr(), dh.data_ptr()), (8, 9, 10, 3, 476, 474, 472)
+    assert calls[9][0] == (*before, *[dx.data_ptr()] * 2, *kept, *of_d, *lies, *numbers, 3, 0, 0, 6, 1, 1)
+    one_level = forward._replace(inner=6, ignore_index=None)
+    LIB.fn_run_triton_log_prob(
+        ctypes.cast(kernel("log_prob", number, calls), POINTER).value, c_abi.pack_log_prob(one_level), 1
+    )
+    assert calls[-1][0][14:22] == (6, 0, 0, 0, 8, 2, 0, 0)
+
+
 #: Optional steps of a gate, each of which takes a kernel of its own.
 STEPS = {
     "limit": {"limit": 7.0},
@@ -332,6 +369,19 @@ def gate_variant(y, z, activation="silu", between=None, gradients=False, **more)
     return triton_cpu.gate_variant(GateKind(d, y, z, y, dz, activation, between, 1000, 1, True, **more))
 
 
+def log_prob_variants(logits):
+    """The kernels of log-probabilities, and of their gradients."""
+    wide = F64 if logits == F64 else F32
+    for name in ("log_softmax", "logsumexp", "selected", "selected_and_entropy"):
+        ids, whole = torch.int64 if "selected" in name else None, name == "log_softmax"
+        result, given = logits if whole else wide, (logits if ids is not None else None)
+        entropy = wide if "entropy" in name else None
+        capped, lies = ids is not None, (1000, 1, True)
+        yield triton_cpu.log_prob_variant(LogProbKind(name, logits, result, ids, given, None, None, capped, *lies))
+        backward = (name, logits, logits, ids, given, result, entropy, capped, *lies)
+        yield triton_cpu.log_prob_variant(LogProbKind(*backward))
+
+
 #: What `cpu/run/triton_programs.c` gives a kernel, in this order.
 ARGUMENTS = {
     "forward": "x residual weight out residual_out rstd bias z x_stride residual_stride out_stride residual_out_stride "
@@ -346,7 +396,11 @@ ARGUMENTS = {
     "dz_jump hidden_size",
     "backward": "dy d_total h rstd weight dx dresidual partial dweight dy_stride d_total_stride h_stride inner dy_jump "
     "d_total_jump h_jump rows block blocks hidden_size weight_offset",
-}
+} | dict.fromkeys(
+    ("log_prob", "log_prob_backward"),
+    "logits ids temperature out result m s entropy d d_result d_entropy logits_stride out_stride d_stride inner "
+    "logits_jump out_jump d_jump hidden_size count ignore_index ignores softcap",
+)
 
 
 @pytest.mark.parametrize(
@@ -361,6 +415,7 @@ ARGUMENTS = {
         gate_variant(BF16, BF16, steps=GateSteps(7.0), interleaved=True),
         gate_variant(BF16, F32, gradients=True, steps=GateSteps(7.0, 1.702, 1.0)),
         *triton_cpu.backward_variants(backward_kind(*[F32] * 8, 64, False)).values(),
+        *log_prob_variants(F64),
     ],
     ids=lambda variant: variant.function.__name__,
 )
@@ -407,6 +462,7 @@ def test_no_access_has_a_mask():
         quantizer_variant(BF16, BF16, quantizations.VLLM_FP8_TOKEN),
         gate_variant(BF16, BF16, gradients=True),
         gate_variant(BF16, BF16, gradients=True, steps=GateSteps(7.0), interleaved=True),
+        *log_prob_variants(BF16),
     ]
     for variant in variants:
         ttir = front_end(variant)
@@ -767,6 +823,7 @@ def real_variants(x, residual):
             gate = GateOfNorm(activation, residual, between)
             kind = ForwardKind(x, None, residual, x, None, *numbers, around=AroundNorm(None, True, False), gate=gate)
             yield triton_cpu.forward_variant(kind)
+    yield from log_prob_variants(x)
 
 
 @real
