@@ -181,7 +181,7 @@ class _Operation(Operation):
         if "temperature" in others:
             others["temperature"] = _of_rows(logits, others["temperature"])
         given = [others.get(name) for name in self._names[1:]]
-        found = self.record(logits, *given)[: len(self.declaration.returned)]
+        found = cast(Any, self.recorded).record(logits, *given)[: len(self.declaration.returned)]
         return found if len(found) > 1 else found[0]
 
 

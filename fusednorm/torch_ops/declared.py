@@ -75,13 +75,6 @@ class Operator:
             return _one_or_more(self.dispatched(*arguments))
         return cast(Any, self.recorded).apply(*arguments)
 
-    def record(self, *arguments: Any) -> Any:
-        """The same for plain operands that only autograd must see.
-
-        ``apply`` of torch first binds arguments by name, for transforms, which takes as long as a short call.
-        """
-        return super(torch.autograd.Function, cast(Any, self.recorded)).apply(*arguments)
-
     def _forward(self, *arguments: Any) -> Any:
         operands = arguments[: self.count]
         flags = self.declaration.checked(operands, arguments[self.count :], in_memory=True)
@@ -193,6 +186,11 @@ def _recorded(operator: Operator) -> type[torch.autograd.Function]:
     declaration = operator.declaration
 
     class Differentiable(torch.autograd.Function):
+        @classmethod
+        def record(cls, *arguments: Any) -> Any:
+            """As ``apply``, but for plain operands alone; that binds names first, which takes as long as a short call."""
+            return cast(Any, super(torch.autograd.Function, cls)).apply(*arguments)
+
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             operator.keep(ctx, inputs, output, through_dispatcher=False)
