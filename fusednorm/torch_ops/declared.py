@@ -188,7 +188,7 @@ def _recorded(operator: Operator) -> type[torch.autograd.Function]:
     class Differentiable(torch.autograd.Function):
         @classmethod
         def record(cls, *arguments: Any) -> Any:
-            """As ``apply``, but for plain operands alone; that binds names first, which takes as long as a short call."""
+            """``apply``, for plain operands alone. That binds names first, which takes as long as a short call."""
             return cast(Any, super(torch.autograd.Function, cls)).apply(*arguments)
 
         @staticmethod
