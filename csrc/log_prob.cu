@@ -69,10 +69,9 @@ extern "C" __global__ void BOUNDS log_prob(const Arguments a) {
         for (int k = 0; k < VECTORS; k++) {
             row.find(t, slope, x[k]);
             subtract(t, m);
-            exponentials(e[k], t);
 #pragma unroll
             for (int v = 0; v < VECTOR; v++) {
-                if (!a.inside(segment, k)) e[k][v] = 0;
+                e[k][v] = a.inside(segment, k) ? exp_of(t[v]) : 0;
                 z[k][v] = e[k][v] == 0 ? 0 : e[k][v] * t[v];
             }
         }

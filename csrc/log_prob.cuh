@@ -7,7 +7,7 @@
 //   ENTROPY  whether the entropy is too
 //   CAPPED   whether there is a softcap
 //
-// tests/logarithm.py and tests/tangent.py compute the constants.
+// A kernel of gradients defines BACKWARD. tests/logarithm.py and tests/tangent.py compute the constants.
 #pragma once
 #include "exponential.cuh"
 #include "row.cuh"
@@ -135,20 +135,17 @@ struct Row {
     }
 };
 
-// exp(v) of each v. Nearly always all are normal numbers, or so low that they are 0.
-template <int COUNT> __device__ void exponentials(A (&e)[COUNT], const A (&v)[COUNT]) {
-    constexpr A HIGHEST = IN_F64 ? 700 : 88, MOST = IN_F64 ? 710 : 89;
-    bool rare = false;
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-        const bool low = v[i] < LEAST_NORMAL;
-        // Only an m that a caller made up is below a number.
-        rare |= (low && v[i] > LEAST) || (PRESENT<D> && v[i] > HIGHEST);
-        e[i] = low ? 0 : exponential(v[i]).normal();
-    }
-    if (!rare) return;
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) e[i] = exponential(no_more(no_less(v[i], LEAST), MOST)).times(1);
+// exp(v). The last product alone may be subnormal.
+__device__ inline A exp_of(A v) {
+#if BACKWARD  // only an m that a caller made up is below a number
+    return exponential(no_more(greater(v, LEAST), IN_F64 ? 710 : 89)).times(1);
+#else
+    constexpr int APART = IN_F64 ? 128 : 64;
+    const bool low = v < LEAST_NORMAL;
+    const Exponential x = exponential(greater(v, LEAST));
+    const A last = low ? IN_F64 ? (A)0x1p-128 : (A)0x1p-64 : 1;
+    return x.p * number_of_bits((x.exponent - (low ? BIAS - APART : BIAS)) << MANTISSA) * last;
+#endif
 }
 
 // The sum of all segments, of which `sums` of every block of the row has all, or will have when the barrier is passed.

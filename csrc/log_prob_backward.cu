@@ -1,4 +1,8 @@
 // The gradient of log-probabilities: the row is read once. That of all log-probabilities is read before, for its sum.
+#if CAPPED
+#define MANY_REGISTERS  // with fewer the compiler spills
+#endif
+#define BACKWARD 1
 #include "log_prob.cuh"
 
 // Of the row: the sum of its gradient d, and what else the gradient of each number is computed from.
@@ -16,10 +20,10 @@ struct Gradient {
     // p of numbers t, from which m is subtracted.
     template <int COUNT> __device__ void probabilities(A (&p)[COUNT], A (&t)[COUNT]) const {
 #pragma unroll
-        for (int v = 0; v < COUNT; v++) t[v] -= m;
-        exponentials(p, t);
-#pragma unroll
-        for (int v = 0; v < COUNT; v++) p[v] /= s;
+        for (int v = 0; v < COUNT; v++) {
+            t[v] -= m;
+            p[v] = exp_of(t[v]) / s;
+        }
     }
 
     // From the gradient of log-probabilities alone to that of x.
