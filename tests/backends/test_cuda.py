@@ -28,6 +28,7 @@ from fusednorm.backends.kernel_keys import (
     ForwardKind,
     GateKind,
     GateOfNorm,
+    LogProbKind,
     QuantizerKind,
     RotationKind,
     fuses,
@@ -342,6 +343,36 @@ def test_machine_code_of_a_rotation(tmp_path, capability, dtype, size, pairs, in
     of_tables = 2 * 32 if interleaved else 2 * 32 * F32.itemsize // at_once
     assert loads == 2 * 32 * dtype.itemsize // at_once + of_tables
     ptx = cuda_compiler.compiled(variant, capability + 4).decode()
+    assert not re.findall(r"\bfma\b|\.ftz|\.approx", ptx)
+
+
+@compiles
+@pytest.mark.parametrize("name", ["log_softmax", "logsumexp", "selected", "selected_and_entropy"])
+@pytest.mark.parametrize(
+    ("capability", "dtype", "size"),
+    [(75, BF16, 151_936), (90, BF16, 151_936), (90, F32, 151_936), (90, F64, 32_000), (100, BF16, 128_256)],
+    ids=lambda of: str(of).split(".")[-1],
+)
+def test_machine_code_of_log_probabilities(tmp_path, capability, dtype, size, name):
+    """Nothing spilled, also of rows that begin anywhere; nothing fused; and rows are read in whole vectors."""
+    wide, whole, selects = F64 if dtype == F64 else F32, name == "log_softmax", name.startswith("selected")
+    ids, entropy = torch.int64 if selects else None, wide if name == "selected_and_entropy" else None
+    for d, capped, alignment in itertools.product(
+        (None, dtype if whole else wide), (False, selects), (32, dtype.itemsize)
+    ):
+        of_entropy = None if d is None else entropy
+        out = dtype if whole or d is not None else wide
+        kind = LogProbKind(name, dtype, out, ids, wide if capped else None, d, of_entropy, capped, size, alignment)
+        variant = cuda_kernels.log_prob_variant(kind, capability)
+        assert variant.cluster == (8 if capability >= 90 and size > 100_000 else 4 if capability >= 90 else 1)
+        instructions, _ = without_spills(variant, capability, tmp_path)
+        if alignment == 32:
+            whole_vectors = ".256" if capability >= 100 else ".128"
+            # Twice, to find the greatest and the sum; once more to write; a gradient reads once, and d twice.
+            turns = (2 + whole) if d is None else 1 + 2 * whole
+            loads = sum(i.startswith("LDG") and whole_vectors in i for i in instructions)
+            assert loads == turns * 32 * dtype.itemsize // (32 if capability >= 100 else 16)
+    ptx = cuda_compiler.compiled(variant, capability + 4).decode()  # NVRTC does not know such a GPU
     assert not re.findall(r"\bfma\b|\.ftz|\.approx", ptx)
 
 

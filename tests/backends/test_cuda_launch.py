@@ -757,6 +757,93 @@ def test_heads_that_the_kernel_does_not_take():
         assert same(*by_both(fusednorm.qk_norm_rope, q, q, None, None, angles.cos(), angles.sin()))
 
 
+def log_probabilities(function, given, **flags):
+    """Results and the gradient of logits, by the backend and by the reference."""
+    found = []
+    for backend in ("cuda", "reference"):
+        leaf = given["logits"].detach().requires_grad_()
+        with fusednorm.use_backend(backend):
+            outputs = function(**given | {"logits": leaf}, **flags)
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            incoming = [torch.linspace(-1, 2, t.numel(), dtype=t.dtype).view(t.shape) for t in outputs]
+            found.append((*outputs, *torch.autograd.grad(outputs, leaf, incoming)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "hidden"), [(BF16, 140_003), (BF16, 1000), (F16, 40), (F32, 20_008), (F64, 20_008)], ids=str
+)
+def test_log_probabilities(dtype, hidden, names):
+    """One kernel for each pass, of rows in two levels, of one block or of a cluster; each kind has its own."""
+    generator = torch.Generator().manual_seed(hidden)
+    logits = torch.randn(2, 3, 2 * hidden, generator=generator).to(dtype)[:, ::2, hidden:] * 4
+    logits[0, 0, ::5] = -torch.inf
+    ids = torch.randint(hidden, (2, 2, 3), generator=generator)
+    ids[1, 0] = ids[1, 0, 0]
+    temperature = torch.rand(2, 2, generator=generator) + 0.5
+    nothing_held()
+    for function, more in (
+        (fusednorm.log_softmax, {}),
+        (fusednorm.logsumexp, {}),
+        (fusednorm.selected_log_prob, {"ids": ids}),
+        (fusednorm.selected_log_prob, {"ids": ids[..., 0]}),
+        (fusednorm.selected_log_prob, {"ids": ids.int()}),
+        (fusednorm.selected_log_prob, {"ids": ids, "temperature": temperature}),
+        (fusednorm.selected_log_prob, {"ids": ids, "temperature": temperature.to(dtype)}),
+        (fusednorm.selected_log_prob, {"ids": ids, "ignore_index": int(ids[1, 0, 0])}),
+        (fusednorm.selected_log_prob, {"ids": ids, "softcap": 3.0}),
+        (fusednorm.selected_log_prob, {"ids": ids, "softcap": 0.5}),
+        (fusednorm.selected_log_prob_and_entropy, {"ids": ids}),
+        (fusednorm.selected_log_prob_and_entropy, {"ids": ids[..., 0], "softcap": 3.0, "temperature": temperature}),
+    ):
+        assert same(*log_probabilities(function, {"logits": logits}, **more)), (function, more)
+    assert set(names) == {"log_prob", "log_prob_backward"}
+    assert same(*log_probabilities(fusednorm.log_softmax, {"logits": logits}, out_dtype=F32))
+    plain = logits.contiguous()
+    assert same(*log_probabilities(fusednorm.log_softmax, {"logits": plain}))
+    assert same(*log_probabilities(fusednorm.selected_log_prob, {"logits": plain[0], "ids": ids[0]}))
+
+
+def test_log_probabilities_take_one_launch_and_no_second_row(monkeypatch):
+    """Each pass is a launch, in which all ids of a row share its sums."""
+    launched, launch = [], fast_path.launch_cuda
+    monkeypatch.setattr(fast_path, "launch_cuda", lambda *given: launched.append(launch(*given)) or launched[-1])
+    logits, ids = torch.randn(3, 5000), torch.randint(5000, (3, 4))
+    with fusednorm.use_backend("cuda"):
+        fusednorm.selected_log_prob_and_entropy(logits, ids)
+        launched.clear()
+        leaf = logits.requires_grad_()
+        lp, entropy = fusednorm.selected_log_prob_and_entropy(leaf, ids)
+        assert launched == [0]
+        torch.autograd.grad((lp, entropy), leaf, (lp.detach(), entropy.detach()))
+    assert launched.count(0) == 2
+
+
+def test_m_that_a_caller_made_up():
+    """Below numbers of the row, where exponentials are large; the gradient is that of the formula."""
+    logits = torch.tensor([[0.0, 60, 88, 88.5, 95, -100, -95, -torch.inf]])
+    m, s, ids = torch.zeros(1), torch.ones(1), torch.tensor([3])
+    backward = torch.ops.fusednorm.selected_log_prob_backward
+    assert same(*by_both(backward, torch.ones(1), logits, ids, None, m, s, None, None, [True]))
+
+
+def test_ids_between_two_numbers_are_refused():
+    ids = torch.frombuffer(bytearray(28), dtype=torch.int64, offset=4, count=3)
+    with (
+        fusednorm.use_backend("cuda"),
+        pytest.raises(ValueError, match=r"^ids begins at an address that is no multiple"),
+    ):
+        fusednorm.selected_log_prob(torch.ones(3, 8), ids)
+
+
+def test_rows_of_logits_that_are_too_long():
+    """The longest that the kernels take are refused in float64, whose two sums of segments take twice the memory."""
+    for dtype, longest in ((F32, cuda_kernels.LONGEST), (F64, cuda_kernels.LONGEST // 2)):
+        for size in (longest, longest + 1):
+            plan = fusednorm.explain(torch.empty(1, size, dtype=dtype), function=fusednorm.logsumexp).plan
+            assert ("one call" in plan) == (size == longest), plan
+
+
 def test_a_gate_between_two_numbers_is_refused():
     memory = torch.frombuffer(bytearray(130), dtype=torch.uint8)
     between = torch.frombuffer(memory.numpy(), dtype=F16, offset=1, count=64).view(1, 64)

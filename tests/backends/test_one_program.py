@@ -169,6 +169,40 @@ def gate_backward(far, rows, size):
     return lambda backend: MODULES[backend].backward(call)
 
 
+def log_prob(far, rows, size, name="log_softmax"):
+    """Log-probabilities of rows in two levels; of two ids of each."""
+    whole, shape = name == "log_softmax", (rows // 3, 3, size)
+    logits, m, s, entropy = far(BF16, shape), *(far.side_by_side(F32, rows) for _ in range(3))
+    ids = None if whole else far.side_by_side(torch.int64, rows, 2)
+    out = far(BF16, shape) if whole else far.side_by_side(F32, rows, 2)
+    strides = logits.stride()[:2], out.stride()[:2] if whole else (0, 0)
+    call = LogProb(name, logits, ids, None, 0.0, None, out, m, s, None if whole else entropy, size, rows, 3, strides)
+    return lambda backend: MODULES[backend].forward(call)
+
+
+def log_prob_backward(far, rows, size, name="log_softmax"):
+    """The gradient, whose rows lie side by side."""
+    whole = name == "log_softmax"
+    logits, dx = far(BF16, (rows // 3, 3, size)), far.side_by_side(BF16, rows, size)
+    m, s, entropy, d_entropy = (far.side_by_side(F32, rows) for _ in range(4))
+    ids = None if whole else far.side_by_side(torch.int64, rows, 2)
+    d = far(BF16, (rows // 3, 3, size)) if whole else far.side_by_side(F32, rows, 2)
+    strides = logits.stride()[:2], (3 * size, size), d.stride()[:2] if whole else (0, 0)
+    of_entropy = (None, m, s, None) if whole else (d_entropy, m, s, entropy)
+    call = LogProbBackward(name, logits, ids, None, 0.0, None, d, *of_entropy, dx, size, rows, 3, strides)
+    return lambda backend: MODULES[backend].backward(call)
+
+
+def selected(far, rows, size):
+    """Log-probabilities of ids, and entropies."""
+    return log_prob(far, rows, size, "selected_and_entropy")
+
+
+def selected_backward(far, rows, size):
+    """Their gradient."""
+    return log_prob_backward(far, rows, size, "selected_and_entropy")
+
+
 def backward(far, rows, size, of_rows=True, of_weight=False):
     """Gradients of rows, of the weight, or of both."""
     dy, h = far(F32, (rows // 3, 3, size)), far(BF16, (rows // 3, 3, size))
@@ -204,31 +238,8 @@ def both_backward(far, rows, size):
     return backward(far, rows, size, of_weight=True)
 
 
-def log_prob(far, rows, size):
-    """The logarithm of the softmax of rows in two levels."""
-    shape = rows // 3, 3, size
-    logits, out = far(BF16, shape), far(BF16, shape)
-    m, s = far.side_by_side(F32, *shape[:2]), far.side_by_side(F32, *shape[:2])
-    strides = tuple((t.stride(0), t.stride(1)) for t in (logits, out))
-    lies = {"hidden_size": size, "rows": rows, "inner": 3, "strides": strides}
-    absent = {"ids": None, "temperature": None, "softcap": 0.0, "ignore_index": None, "entropy": None}
-    call = LogProb("log_softmax", logits, **absent, out=out, m=m, s=s, **lies)
-    return lambda backend: MODULES[backend].forward(call)
-
-
-def log_prob_backward(far, rows, size):
-    """The gradient of the log-probabilities of ids, and of the entropy."""
-    logits, dx = far(F32, (rows, size)), far.side_by_side(F32, rows, size)
-    ids, numbers = far.side_by_side(torch.int64, rows), [far.side_by_side(F32, rows) for _ in range(6)]
-    names = ("d", "d_entropy", "m", "s", "entropy", "temperature")
-    lies = {"hidden_size": size, "rows": rows, "inner": rows, "strides": ((0, logits.stride(0)), (0, size), (0, 0))}
-    given = {"ids": ids, "softcap": 0.0, "ignore_index": None, "dx": dx, **dict(zip(names, numbers, strict=True))}
-    call = LogProbBackward("selected_and_entropy", logits, **given, **lies)
-    return lambda backend: MODULES[backend].backward(call)
-
-
 OF_ROWS = [norm, norm_in_place, two_norms, norm_quantized, quantize, gate, gated_norm, rotate, gate_backward, backward]
-OF_ROWS += [log_prob, log_prob_backward]
+OF_ROWS += [log_prob, log_prob_backward, selected, selected_backward]
 
 
 class OneProgram:
@@ -418,7 +429,7 @@ def test_one_turn_of_loops(backend, make):
 
 
 @pytest.mark.skipif(BACKENDS != ["cuda"], reason="Triton's longest rows take too long")
-@pytest.mark.parametrize("make", [norm, norm_in_place, two_norms, backward])
+@pytest.mark.parametrize("make", [norm, norm_in_place, two_norms, backward, log_prob, log_prob_backward])
 def test_all_turns_of_loops(make):
     """A program that takes the longest row whole reads and writes each element of it."""
     far, size = Far(), cuda_kernels.LONGEST

@@ -493,6 +493,10 @@ KERNELS = {
         ("backward_wide", 2, 140_000, True, [CONTRACTION, BARRIER, MASK, LANE]),
         ("weight_blocks", 3, 20_000, True, [CONTRACTION]),
         ("weight_sum", 520, 2100, True, [CONTRACTION, BARRIER]),
+        ("log_prob", 3, 5000, False, [CONTRACTION, BARRIER, MASK, LANE]),
+        ("log_prob", 2, 40_999, False, [OF_CLUSTER]),
+        ("log_prob_backward", 3, 5000, True, [CONTRACTION, BARRIER, MASK, LANE]),
+        ("log_prob_backward", 2, 40_999, True, [OF_CLUSTER]),
     ],
     "triton": [
         ("forward", 3, 4096, False, [CONTRACTION, BARRIER, MASK, LANE]),
@@ -515,10 +519,14 @@ def forget():
         triton_gpu._host.forget()
 
 
-def results(case, gradients):
-    """What a call returns, and its gradients."""
+def results(case, gradients, kernel):
+    """What a call with this kernel returns, and its gradients."""
     given = [tensor.requires_grad_(gradients) for tensor in operands(case)]
-    outputs = fusednorm.fused_add_rms_norm(*given)
+    if kernel.startswith("log_prob"):
+        given = given[:1]
+        outputs = (fusednorm.log_softmax(*given),)
+    else:
+        outputs = fusednorm.fused_add_rms_norm(*given)
     if not gradients:
         return outputs
     return [*outputs, *torch.autograd.grad(outputs, given, [torch.ones_like(t) for t in outputs])]
@@ -544,7 +552,7 @@ def test_mutants_of_the_kernels(kernel, rows, hidden, gradients, mutant, monkeyp
     monkeypatch.setattr(machine, "load", load)
     case = Case(rows=rows, hidden=hidden).of(F32)
     try:
-        found = results(case, gradients)
+        found = results(case, gradients, kernel)
     except (text.RefusedError, RuntimeError):
         assert changed == [kernel]
         return
@@ -552,5 +560,5 @@ def test_mutants_of_the_kernels(kernel, rows, hidden, gradients, mutant, monkeyp
         forget()
     assert changed == [kernel]
     with fusednorm.use_backend("reference"):
-        expected = results(case, gradients)
+        expected = results(case, gradients, kernel)
     assert any(differing(one, two).any() for one, two in zip(found, expected, strict=True))
