@@ -20,8 +20,8 @@ from fusednorm.backends.kernel_keys import (
     BackwardKind,
     ForwardKind,
     GateKind,
-    LogProbKind,
     GateOfNorm,
+    LogProbKind,
     QuantizerKind,
     RotationKind,
 )

@@ -148,8 +148,9 @@ def arguments(stored, softcap, temperature, TYPE: tl.constexpr, A: tl.constexpr)
 @triton.jit
 def greatest(most, A: tl.constexpr):
     """The greatest number of a tile, [1, 1]; NaN if one is NaN."""
-    number = tl.full((1, 1), tl.max(most), A)
-    return tl.where(tl.max((most != most).to(tl.int32)) > 0, constant(number, float("nan"), A), number)
+    nan = most != most
+    number = tl.full((1, 1), tl.max(tl.where(nan, constant(most, float("-inf"), A), most)), A)
+    return tl.where(tl.max(nan.to(tl.int32)) > 0, constant(number, float("nan"), A), number)
 
 
 @triton.jit
