@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fusednorm.calls.checks import check_is_quantization
+from fusednorm.calls.declared import Role
 from fusednorm.calls.devices import present
 from fusednorm.calls.process import waiting_for_kernels
 from fusednorm.calls.quantization import Quantization, is_given
@@ -135,7 +136,9 @@ def prewarm(
                         turned = qk_norm_rope(q, q, one, one, table, table, positions=positions, **how)
                         outputs = (*outputs, *turned)
                 if listed is not None and (listed.differentiable or not gradients):
-                    found = listed.function(**listed.tensors(x, residual, one), **needed)
+                    given_by_row = [name for name, role in listed.operands.items() if role is Role.SETTINGS]
+                    tensors = listed.tensors(x, residual, one) | dict.fromkeys(given_by_row)  # their default is None
+                    found = listed.function(**tensors, **needed)
                     outputs = (*outputs, *((found,) if isinstance(found, torch.Tensor) else found))
             if gradients:
                 torch.autograd.grad((y, *outputs), leaves, [torch.zeros_like(t) for t in (y, *outputs)])

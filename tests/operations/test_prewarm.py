@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fusednorm
+from fusednorm.engine import log_prob
 from fusednorm.quantizations import VLLM_INT8_STATIC_AZP_CPU, VLLM_INT8_TOKEN_CPU
 
 NORMS = ("rms_norm", "fused_add_rms_norm")
@@ -61,3 +62,16 @@ def test_what_is_around_a_norm(called, heads, shape):
         (at, grad, kind) for at in (0, 4) for grad in (False, True) for kind in zip(NORMS, (None, 0.5), strict=True)
     ]
     assert found == [(name, {at}, [shape, shape], x_scale, grad) for at, grad, (name, x_scale) in wanted]
+
+
+def test_log_probabilities(monkeypatch):
+    """Without a temperature, as calls are that give none."""
+    found, forward = [], log_prob.forward
+
+    def spy(name, logits, selecting=log_prob.NOTHING, out_dtype=None):
+        found.append((name, logits.data_ptr() % 16, selecting.temperature))
+        return forward(name, logits, selecting, out_dtype)
+
+    monkeypatch.setattr(log_prob, "forward", spy)
+    fusednorm.prewarm(64, torch.float32, function=fusednorm.selected_log_prob)
+    assert found == [("selected", at, None) for at in (0, 4)]
