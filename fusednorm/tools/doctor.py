@@ -72,7 +72,7 @@ def report() -> dict[str, Any]:
         "devices": [_choice(device) for device in devices()],
         "cache": cuda_compiler.cache(),
     }
-    if (os.environ.get("FUSEDNORM_VLLM", "").strip() or "vllm") not in vllm.MODES:
+    if vllm.requested() is None:
         findings["remarks"]["FUSEDNORM_VLLM"] = f"it must be one of {', '.join(vllm.MODES)}; vLLM is left as it was"
     if not cpu.unavailable():
         findings["instruction_sets"] = list(cpu.variants())

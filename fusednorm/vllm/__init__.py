@@ -14,16 +14,26 @@ __all__ = ["MODES", "register"]
 # A child of vLLM's own logger, so vLLM's log shows its messages.
 _logger = logging.getLogger("vllm.fusednorm")
 
-#: The values of FUSEDNORM_VLLM, and the provider that vLLM then prefers. ``,gpu`` may follow the first two.
-MODES = {"vllm": providers.AS_VLLM, "default": providers.DEFAULT, "off": None}
+#: The values of FUSEDNORM_VLLM, and the provider that vLLM then prefers. ``,gpu`` may follow all but the last.
+MODES = {**providers.BY_CONTRACT, "off": None}
+
+
+def requested() -> tuple[str, bool] | None:
+    """The mode that FUSEDNORM_VLLM requests, and whether for GPUs too; None for a value that it may not have."""
+    words = {word.strip() for word in (os.environ.get("FUSEDNORM_VLLM", "").strip() or "vllm").split(",")}
+    modes = words - {"gpu"} or {"vllm"}
+    if len(modes) > 1 or not modes <= MODES.keys():
+        return None
+    return modes.pop(), "gpu" in words
 
 
 def register() -> None:
-    """Adds two providers to vLLM's operations ``rms_norm`` and ``fused_add_rms_norm``, and makes vLLM prefer one.
+    """Adds providers to vLLM's operations ``rms_norm`` and ``fused_add_rms_norm``, and makes vLLM prefer one.
 
     ``fusednorm`` rounds at the places of vLLM's native implementation, ``fusednorm_default`` as fusednorm does by
-    default. The environment variable FUSEDNORM_VLLM chooses: ``vllm`` (also if it is not set), ``default``, or ``off``
-    for neither. The user's option ``--ir-op-priority`` overrides it.
+    default, ``fusednorm_huggingface`` as Llama of transformers. The environment variable FUSEDNORM_VLLM chooses a
+    contract: ``vllm`` (also if it is not set), ``default``, ``huggingface``, or ``off`` for none. The user's option
+    ``--ir-op-priority`` overrides it.
 
     On CPUs it also registers classes in place of vLLM's layers for gates, gated norms, rotations and Gemma's norm
     (``layers.py``). vLLM's compiler looks for these layers on GPUs, so there they stay.
@@ -36,15 +46,14 @@ def register() -> None:
     this version of vLLM is not supported, it logs a warning and leaves vLLM as it was.
     """
     setting = os.environ.get("FUSEDNORM_VLLM", "").strip() or "vllm"
-    words = {word.strip() for word in setting.split(",")}
-    modes = words - {"gpu"} or {"vllm"}
-    if len(modes) > 1 or not modes <= MODES.keys():
+    found = requested()
+    if found is None:
         _decline(
             f"FUSEDNORM_VLLM is {setting!r}, it must be one of {', '.join(MODES)}; "
-            "with ',gpu' after the first two it holds for GPUs too"
+            "with ',gpu' after the first three it holds for GPUs too"
         )
         return
-    (mode,) = modes
+    mode, on_gpus = found
     provider = MODES[mode]
     if provider is None:
         _logger.info("fusednorm %s: FUSEDNORM_VLLM=off, vLLM keeps its own RMSNorm", __version__)
@@ -65,7 +74,7 @@ def register() -> None:
         return
     providers.add(vllms)
     on_cpu = platform.device_type == "cpu"
-    if not on_cpu and "gpu" not in words:
+    if not on_cpu and not on_gpus:
         _logger.info(
             "fusednorm %s: vLLM keeps its own RMSNorm on %s, because fusednorm's kernels have not been run on a GPU "
             "yet; FUSEDNORM_VLLM=%s,gpu has vLLM prefer fusednorm there too",
@@ -74,10 +83,10 @@ def register() -> None:
             mode,
         )
         return
-    providers.prefer(provider, platform)
+    providers.prefer(mode, platform)
     _logger.info("fusednorm %s: vLLM prefers its provider %s (FUSEDNORM_VLLM=%s)", __version__, provider, setting)
     if on_cpu:
-        replaced, left = layers.replace(as_vllm=provider == providers.AS_VLLM)
+        replaced, left = layers.replace(mode)
         names = ", ".join(replaced) or "none"
         _logger.info("fusednorm %s: computes these layers of vLLM where a model has them: %s", __version__, names)
         for reason in left:

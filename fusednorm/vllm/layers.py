@@ -17,99 +17,156 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusednorm.compat import unrounded
 from fusednorm.engine.choose import use_backend
 from fusednorm.operations import functions, gate, norm, norm_gated, rotate
-from fusednorm.vllm.providers import AS_VLLM, DEFAULT
+from fusednorm.vllm.providers import AS_VLLM, ROUNDINGS
+from fusednorm.vllm.roundings import VLLM, Roundings, of, of_model
 
 _FLOATS = frozenset((torch.bfloat16, torch.float16, torch.float32))
 
-#: One of vLLM's layers, whether to round where it does, and its arguments -> its results; None: vLLM computes the call.
+#: The operation that computes one of vLLM's layers, and its flags, where a model has these roundings; None: vLLM does.
+Step = Callable[[Any, Roundings], tuple[str, dict[str, Any]] | None]
+
+#: One of vLLM's layers, these flags, and its arguments -> its results; None: vLLM computes the call.
 Forward = Callable[..., Any]
 
 
-def _silu_and_mul(layer: Any, as_vllm: bool, x: Tensor) -> Tensor | None:
+def _silu_and_mul_step(layer: Any, of_model: Roundings) -> tuple[str, dict[str, Any]]:
+    return "silu_and_mul", {}
+
+
+def _silu_and_mul(layer: Any, flags: dict[str, Any], x: Tensor) -> Tensor | None:
     return gate.silu_and_mul(x) if x.dtype in _FLOATS else None
 
 
-def _gelu_and_mul(layer: Any, as_vllm: bool, x: Tensor) -> Tensor | None:
+def _gelu_and_mul_step(layer: Any, of_model: Roundings) -> tuple[str, dict[str, Any]]:
+    return "gelu_tanh_and_mul" if layer.approximate == "tanh" else "gelu_and_mul", {}
+
+
+def _gelu_and_mul(layer: Any, flags: dict[str, Any], x: Tensor) -> Tensor | None:
     if x.dtype not in _FLOATS:
         return None
     return gate.gelu_tanh_and_mul(x) if layer.approximate == "tanh" else gate.gelu_and_mul(x)
 
 
-def _swiglu_oai(layer: Any, as_vllm: bool, x: Tensor) -> Tensor | None:
+def _swiglu_oai_step(layer: Any, of_model: Roundings) -> tuple[str, dict[str, Any]] | None:
     """gpt-oss's gate. vLLM rounds each step; fusednorm by default rounds silu and the product."""
-    if x.dtype not in _FLOATS or layer.alpha <= 1:
+    if layer.alpha <= 1:
         return None
-    steps = {"alpha": layer.alpha, "up_offset": 1.0, "interleaved": True, "round_steps": as_vllm}
-    return gate.silu_and_mul(x, limit=layer.limit, **steps)
+    flags = {"limit": layer.limit, "alpha": layer.alpha, "up_offset": 1.0, "interleaved": True}
+    return "silu_and_mul", {**flags, **of_model["gate in steps"]}
 
 
-def _swiglu_step(layer: Any, as_vllm: bool, x: Tensor) -> Tensor | None:
+def _swiglu_step_step(layer: Any, of_model: Roundings) -> tuple[str, dict[str, Any]]:
     """Step 3.7's gate."""
-    return gate.silu_and_mul(x, limit=layer.limit, clamp="after") if x.dtype in _FLOATS else None
+    return "silu_and_mul", {"limit": layer.limit, "clamp": "after"}
 
 
-def _relu2(layer: Any, as_vllm: bool, x: Tensor) -> Tensor | None:
+def _with_flags(layer: Any, flags: dict[str, Any], x: Tensor) -> Tensor | None:
+    return gate.silu_and_mul(x, **flags) if x.dtype in _FLOATS else None
+
+
+def _relu2_step(layer: Any, of_model: Roundings) -> tuple[str, dict[str, Any]]:
+    return "relu2", {}
+
+
+def _relu2(layer: Any, flags: dict[str, Any], x: Tensor) -> Tensor | None:
     return functions.relu2(x) if x.dtype in _FLOATS else None
 
 
-def _rms_norm_gated(layer: Any, as_vllm: bool, x: Tensor, z: Tensor | None = None) -> Tensor | None:
+def _rms_norm_gated_step(layer: Any, of_model: Roundings) -> tuple[str, dict[str, Any]]:
     """vLLM rounds once, at the end; fusednorm by default rounds normalised rows before they meet the gate."""
+    return "rms_norm_gated", {
+        "eps": layer.eps,
+        "group_size": layer.group_size,
+        "norm_before_gate": layer.norm_before_gate,
+        "activation": "sigmoid" if layer.activation == "sigmoid" else "silu",
+        **(of_model["norm, then gate"] if layer.norm_before_gate else {}),
+    }
+
+
+def _rms_norm_gated(layer: Any, flags: dict[str, Any], x: Tensor, z: Tensor | None = None) -> Tensor | None:
     if z is None or {x.dtype, z.dtype, layer.weight.dtype} - _FLOATS:
         return None
-    return norm_gated.rms_norm_gated(
-        *(x, z, layer.weight.data, layer.eps),
-        group_size=layer.group_size,
-        norm_before_gate=layer.norm_before_gate,
-        activation="sigmoid" if layer.activation == "sigmoid" else "silu",
-        between=unrounded(x) if as_vllm and layer.norm_before_gate else None,
-    )
+    return norm_gated.rms_norm_gated(x, z, layer.weight.data, **flags)
 
 
-def _norm_of_gated(layer: Any, as_vllm: bool, x: Tensor, gate: Tensor) -> Tensor | None:
+def _norm_of_gated_step(layer: Any, of_model: Roundings) -> tuple[str, dict[str, Any]] | None:
     """Of Mamba 2. vLLM keeps it where several processes share a group, and without a weight."""
     whole_groups = layer.tp_size == 1 or (layer.n_groups > 1 and layer.n_groups % layer.tp_size == 0)
-    fits = layer.use_rms_norm and layer.weight.dtype == x.dtype and not {x.dtype, gate.dtype} - _FLOATS
-    if not (whole_groups and fits):
+    if not (whole_groups and layer.use_rms_norm):
         return None
-    operands = x, gate, layer.weight.data
-    flags = {"group_size": layer.group_size, "norm_before_gate": False, "round_norm": as_vllm}
-    return norm_gated.rms_norm_gated(*operands, layer.variance_epsilon, **flags)
+    flags = {"eps": layer.variance_epsilon, "group_size": layer.group_size, "norm_before_gate": False}
+    return "rms_norm_gated", {**flags, **of_model["gate, then norm"]}
 
 
-def _gemma_rms_norm(vllms: Any, layer: Any, as_vllm: bool, x: Tensor, residual: Tensor | None = None) -> Any:
-    """The norm's gain 1 + weight needs no tensor of its own, and a sum no copies of its operands.
+def _norm_of_gated(layer: Any, flags: dict[str, Any], x: Tensor, gate: Tensor) -> Tensor | None:
+    if layer.weight.dtype != x.dtype or {x.dtype, gate.dtype} - _FLOATS:
+        return None
+    return norm_gated.rms_norm_gated(x, gate, layer.weight.data, **flags)
 
-    vLLM's class calls operations of the IR, so their order of preference also decides here.
-    """
+
+def _rms_norm_step(vllms: Any, layer: Any, of_model: Roundings) -> tuple[str, dict[str, Any]] | None:
+    """vLLM calls its provider, so the order of preference decides; and the fused addition if a residual came so far."""
+    (first, *_) = vllms.rms_norm.get_priority() or [None]
+    flags = ROUNDINGS.get(first)
+    if flags is None or layer.variance_size_override is not None:
+        return None
+    described = {"eps": layer.variance_epsilon, "round_norm": flags["round_norm"] and layer.pass_weight}
+    if flags["round_sum"] or not getattr(layer, "_fusednorm_summed", False):
+        return "rms_norm", described
+    return "fused_add_rms_norm", {**described, "round_sum": False}
+
+
+def _rms_norm(layer: Any, flags: dict[str, Any], x: Tensor, residual: Tensor | None = None) -> None:
+    """Notes whether the norm is one of sums."""
+    if residual is not None and not torch.compiler.is_compiling():
+        layer._fusednorm_summed = True
+
+
+def _gemma_rms_norm_step(vllms: Any, layer: Any, of_model: Roundings) -> tuple[str, dict[str, Any]] | None:
+    """vLLM's class calls operations of the IR, so their order of preference also decides here."""
+    (first, *_) = vllms.rms_norm.get_priority() or [None]
+    if first not in ROUNDINGS:
+        return None
+    described = {"eps": layer.variance_epsilon, "weight_offset": 1.0}
+    if ROUNDINGS[first]["round_sum"] or not getattr(layer, "_fusednorm_summed", False):
+        return "rms_norm", described
+    return "fused_add_rms_norm", {**described, "round_sum": False}
+
+
+def _gemma_rms_norm(vllms: Any, layer: Any, flags: dict[str, Any], x: Tensor, residual: Tensor | None = None) -> Any:
+    """The norm's gain 1 + weight needs no tensor of its own, and a sum no copies of its operands."""
     weight, eps = layer.weight.data, layer.variance_epsilon
     operation = vllms.rms_norm if residual is None else vllms.fused_add_rms_norm
-    first = operation.get_priority()[:1]
+    (first, *_) = operation.get_priority() or [None]
     alike = residual is None or residual.dtype == x.dtype
-    if not alike or {x.dtype, weight.dtype} - _FLOATS or first not in ([AS_VLLM], [DEFAULT]):
+    if not alike or {x.dtype, weight.dtype} - _FLOATS or first not in ROUNDINGS:
         return None
     if residual is None:
         return norm.rms_norm(x, weight, eps, weight_offset=1.0)
-    return norm.fused_add_rms_norm(x, residual, weight, eps, weight_offset=1.0, round_sum=first == [DEFAULT])
+    _rms_norm(layer, flags, x, residual)
+    return norm.fused_add_rms_norm(x, residual, weight, eps, weight_offset=1.0, round_sum=ROUNDINGS[first]["round_sum"])
+
+
+def _rotary_embedding_step(layer: Any, of_model: Roundings) -> tuple[str, dict[str, Any]]:
+    return "rotate", {"interleaved": not layer.is_neox_style, **of_model["rotation"]}
 
 
 def _rotary_embedding(
-    layer: Any, as_vllm: bool, positions: Tensor, query: Tensor, key: Tensor | None = None
+    layer: Any, flags: dict[str, Any], positions: Tensor, query: Tensor, key: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None] | None:
-    """In place, as vLLM's own kernel for CPUs; each product unrounded, as there."""
+    """In place, as vLLM's own kernel for CPUs."""
     alike = query.dtype in _FLOATS and (key is None or key.dtype == query.dtype)
     if not alike or positions.dim() != 1:
         return None
     cos, sin = _halves(layer, layer._match_cos_sin_cache_dtype(query))
-    shape, pairs = (positions.shape[0], -1, layer.head_size), not layer.is_neox_style
+    shape = positions.shape[0], -1, layer.head_size
     q = query.view(shape)
     if key is None:
-        rotate.rotate(q, cos, sin, positions=positions, interleaved=pairs, out=q)
+        rotate.rotate(q, cos, sin, positions=positions, out=q, **flags)
     else:
-        k = key.view(shape)
-        rotate.qk_norm_rope_(q, k, cos=cos, sin=sin, norm=False, positions=positions, interleaved=pairs)
+        rotate.qk_norm_rope_(q, key.view(shape), cos=cos, sin=sin, norm=False, positions=positions, **flags)
     return query, key
 
 
@@ -132,11 +189,16 @@ class Layer:
 
     module: str
     name: str
+    step: Step
     forward: Forward
     attributes: dict[str, Any]
     arguments: tuple[Tensor, ...]
     #: Whether classes that inherit from it, and compute alike, are replaced too.
     heirs: bool = False
+    #: Whether the step is that of the module around it, as a model of transformers has it.
+    within: bool = False
+    #: Whether fusednorm also computes it where vLLM calls the class's own code: that calls an operation of the IR.
+    by_provider: bool = False
 
 
 def _layers() -> list[Layer]:
@@ -155,25 +217,35 @@ def _layers() -> list[Layer]:
         "cos_sin_cache": table,
         "_match_cos_sin_cache_dtype": lambda query: table,
     }
+    operation = {"variance_size_override": None, "pass_weight": True, "pass_weight_add": True}
+    plain = {"weight": of_row, "variance_epsilon": 1e-6, **operation}
     gemma, positions = {"weight": weight[0], "variance_epsilon": 1e-6}, torch.arange(16, device="cpu")
+    of_rms_norm = partial(_rms_norm_step, vllms), _rms_norm
+    of_gemma = partial(_gemma_rms_norm_step, vllms), partial(_gemma_rms_norm, vllms)
+    oai = {"alpha": 1.702, "limit": 7.0}
+    mixer = "mamba.mamba_mixer2", "Mixer2RMSNormGated"
+    rotation = _rotary_embedding_step, _rotary_embedding
     return [
-        Layer("activation", "SiluAndMul", _silu_and_mul, {}, (z,)),
-        Layer("activation", "GeluAndMul", _gelu_and_mul, {"approximate": "tanh"}, (z,)),
-        Layer("activation", "SwigluOAIAndMul", _swiglu_oai, {"alpha": 1.702, "limit": 7.0}, (4 * z,)),
-        Layer("activation", "SwigluStepAndMul", _swiglu_step, {"limit": 1.0}, (4 * z,)),
-        Layer("activation", "ReLUSquaredActivation", _relu2, {}, (z,)),
-        Layer("layernorm", "RMSNormGated", _rms_norm_gated, gated_norm, (x, z)),
-        Layer("layernorm", "GemmaRMSNorm", partial(_gemma_rms_norm, vllms), gemma, (x, z)),
-        Layer("mamba.mamba_mixer2", "Mixer2RMSNormGated", _norm_of_gated, {"weight": of_row, **groups}, (x, z)),
-        Layer("rotary_embedding", "RotaryEmbedding", _rotary_embedding, rotary, (positions, x, z), heirs=True),
+        Layer("activation", "SiluAndMul", _silu_and_mul_step, _silu_and_mul, {}, (z,), within=True),
+        Layer(
+            *("activation", "GeluAndMul", _gelu_and_mul_step, _gelu_and_mul), {"approximate": "tanh"}, (z,), within=True
+        ),
+        Layer("activation", "SwigluOAIAndMul", _swiglu_oai_step, _with_flags, oai, (4 * z,), within=True),
+        Layer("activation", "SwigluStepAndMul", _swiglu_step_step, _with_flags, {"limit": 1.0}, (4 * z,), within=True),
+        Layer("activation", "ReLUSquaredActivation", _relu2_step, _relu2, {}, (z,)),
+        Layer("layernorm", "RMSNorm", *of_rms_norm, plain, (x, z), by_provider=True),
+        Layer("layernorm", "RMSNormGated", _rms_norm_gated_step, _rms_norm_gated, gated_norm, (x, z)),
+        Layer("layernorm", "GemmaRMSNorm", *of_gemma, gemma, (x, z), by_provider=True),
+        Layer(*mixer, _norm_of_gated_step, _norm_of_gated, {"weight": of_row, **groups}, (x, z)),
+        Layer("rotary_embedding", "RotaryEmbedding", *rotation, rotary, (positions, x, z), heirs=True, within=True),
     ]
 
 
-def replace(as_vllm: bool) -> tuple[list[str], list[str]]:
+def replace(contract: str) -> tuple[list[str], list[str]]:
     """Registers a class for each of vLLM's layers that is as known.
 
     Args:
-        as_vllm: round at the places of vLLM's layers. Otherwise round as fusednorm does by default.
+        contract: whose roundings the layers have.
 
     Returns:
         The names of the classes that are replaced, and for each of the others the reason.
@@ -190,20 +262,35 @@ def replace(as_vllm: bool) -> tuple[list[str], list[str]]:
             if cls.__name__ in op_registry_oot:
                 left.append(f"another plug-in replaces {cls.__name__}")
                 continue
-            CustomOp.register_oot(name=cls.__name__)(ours := _class(cls, layer.forward, as_vllm))
+            CustomOp.register_oot(name=cls.__name__)(ours := _class(cls, layer, contract))
             ours.name = cls.name  # by which the option `custom_ops` knows it
             replaced.append(cls.__name__)
     return replaced, left
 
 
-def _class(cls: Any, ours: Forward, as_vllm: bool) -> Any:
+def _class(cls: Any, layer: Layer, contract: str) -> Any:
     theirs = cls.forward_cpu
 
+    def init(self: Any, *arguments: Any, **keywords: Any) -> None:
+        from vllm.config import get_current_vllm_config
+
+        cls.__init__(self, *arguments, **keywords)
+        self._fusednorm_roundings = of_model(contract, get_current_vllm_config())
+
     def forward(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        found = ours(self, as_vllm, *arguments, **keywords)
+        step = layer.step(self, self._fusednorm_roundings)
+        found = None if step is None else layer.forward(self, step[1], *arguments, **keywords)
         return theirs(self, *arguments, **keywords) if found is None else found
 
-    return type(f"Fusednorm{cls.__name__}", (cls,), {"forward_cpu": forward})
+    def steps(self: Any, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
+        """For :func:`fusednorm.contract`: none where vLLM computes the layer, as in compiled execution by default."""
+        step = layer.step(self, self._fusednorm_roundings)
+        ours = layer.by_provider or self._forward_method.__func__ is type(self).forward_cpu
+        return [step] if step is not None and ours and of_rows in _FLOATS else []
+
+    members: dict[str, Any] = {"__init__": init, "forward_cpu": forward, "_fusednorm_steps": steps}
+    members |= {"_fusednorm_roundings": of(contract), "_fusednorm_within": layer.within}
+    return type(f"Fusednorm{cls.__name__}", (cls,), members)
 
 
 def _heirs(cls: Any) -> Iterator[Any]:
@@ -229,7 +316,7 @@ def _found(layer: Layer) -> tuple[Any, str]:
         with _first(vllms, "native"):
             theirs = _called(cls, layer)
         with _first(vllms, AS_VLLM), use_backend("reference"):  # the user's request may exclude CPU tensors
-            ours = _called(_class(cls, layer.forward, as_vllm=True), layer)
+            ours = _called(_class(cls, layer, VLLM), layer)
     except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
         return None, f"{name} is not as in the version tested ({error})"
     equal = torch.cat([(a == b).flatten() for a, b in zip(theirs, ours, strict=True)])

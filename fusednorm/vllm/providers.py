@@ -10,9 +10,14 @@ from torch import Tensor
 
 from fusednorm.engine.choose import use_backend
 from fusednorm.operations import norm
+from fusednorm.vllm import roundings
 
-#: The provider that rounds as vLLM's native implementation does, and the one that rounds as fusednorm does by default.
-AS_VLLM, DEFAULT = "fusednorm", "fusednorm_default"
+#: The providers, by the contract whose norms they have (``roundings.py``); the first is vLLM's native implementation's.
+BY_CONTRACT = {"vllm": "fusednorm", "default": "fusednorm_default", "huggingface": "fusednorm_huggingface"}
+AS_VLLM = BY_CONTRACT["vllm"]
+
+#: Where the sum and the normalised row are rounded, by the provider.
+ROUNDINGS = {provider: roundings.of(contract)["norm"] for contract, provider in BY_CONTRACT.items()}
 
 _PARAMETERS = {
     "rms_norm": ["x", "weight", "epsilon", "variance_size"],
@@ -21,32 +26,34 @@ _PARAMETERS = {
 
 
 def add(vllms: Any) -> None:
-    """Adds both providers to vLLM's two operations, ``vllm.ir.ops``."""
-    for provider in (AS_VLLM, DEFAULT):
-        rms_norm, fused_add_rms_norm = implementations(as_vllm=provider == AS_VLLM)
+    """Adds the providers to vLLM's two operations, ``vllm.ir.ops``."""
+    for provider, flags in ROUNDINGS.items():
+        rms_norm, fused_add_rms_norm = implementations(**flags)
         vllms.rms_norm.register_impl(provider, supports_args=takes_norm)(rms_norm)
         vllms.fused_add_rms_norm.register_impl(provider, supports_args=takes_fused, inplace=True)(fused_add_rms_norm)
 
 
-def implementations(as_vllm: bool) -> tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor]]]:
+def implementations(
+    round_sum: bool, round_norm: bool
+) -> tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor]]]:
     """vLLM's ``rms_norm`` and ``fused_add_rms_norm`` (the second in place), computed by fusednorm.
 
     Args:
-        as_vllm: round at the places of vLLM's native implementation, which normalises the unrounded sum and rounds the
-            normalised row to the weight's dtype. Otherwise round as fusednorm does by default.
+        round_sum: normalise the rounded sum. vLLM's native implementation normalises the unrounded one.
+        round_norm: round the normalised row to the weight's dtype, as vLLM's native implementation does.
     """
 
-    def round_norm(x: Tensor, weight: Tensor | None) -> bool:
-        return as_vllm and weight is not None and weight.dtype == x.dtype
+    def rounds(x: Tensor, weight: Tensor | None) -> bool:
+        return round_norm and weight is not None and weight.dtype == x.dtype
 
     def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
-        return norm.rms_norm(x, weight, epsilon, round_norm=round_norm(x, weight))
+        return norm.rms_norm(x, weight, epsilon, round_norm=rounds(x, weight))
 
     def fused_add_rms_norm(
         x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
     ) -> tuple[Tensor, Tensor]:
         return norm.fused_add_rms_norm_(
-            x, x_residual, weight, epsilon, round_sum=not as_vllm, round_norm=round_norm(x, weight)
+            x, x_residual, weight, epsilon, round_sum=round_sum, round_norm=rounds(x, weight)
         )
 
     return rms_norm, fused_add_rms_norm
@@ -100,7 +107,7 @@ def unexpected(vllms: Any, priorities: Any, platform: Any) -> str:
 
 
 def _rounds_as_known(vllms: Any) -> bool:
-    """Whether vLLM's native implementation rounds at the places of ``implementations(as_vllm=True)``, in a few rows.
+    """Whether vLLM's native implementation rounds at the places of the provider ``AS_VLLM``, in a few rows.
 
     ``epsilon`` is a power of 4, so large that the mean of squares does not change it. So rstd is exactly a power of 2,
     in any computation, and only the places of rounding can differ. A normalised float16 row is then subnormal, so its
@@ -108,7 +115,7 @@ def _rounds_as_known(vllms: Any) -> bool:
     """
     x = torch.arange(1024, 2048, device="cpu").half() / 1024
     residual, weight, epsilon = x.flip(0) / 64, x.roll(500), 2.0**30
-    rms_norm, fused_add_rms_norm = implementations(as_vllm=True)
+    rms_norm, fused_add_rms_norm = implementations(**ROUNDINGS[AS_VLLM])
     for w in (weight, weight.float(), None):
         theirs = vllms.fused_add_rms_norm.impls["native"].impl_fn(x, residual, w, epsilon)
         ours = fused_add_rms_norm(x.clone(), residual.clone(), w, epsilon)
@@ -119,16 +126,17 @@ def _rounds_as_known(vllms: Any) -> bool:
     return True
 
 
-def prefer(provider: str, platform: Any) -> None:
-    """Puts a provider into the platform's default order, which vLLM appends to the user's.
+def prefer(contract: str, platform: Any) -> None:
+    """Puts a contract's provider into the platform's default order, which vLLM appends to the user's.
 
     With vLLM's rounding the provider comes just before the native implementation, because implementations that the
-    platform prefers may round differently. With the default rounding it comes first.
+    platform prefers may round differently. With another rounding it comes first.
     """
     platforms_own = platform.get_default_ir_op_priority
 
     def get_default_ir_op_priority(cls: Any, vllm_config: Any) -> Any:
         priorities = platforms_own(vllm_config)
+        provider = provider_of(roundings.of_model(contract, vllm_config))
         for name in _PARAMETERS:
             order = list(getattr(priorities, name))
             order.insert(order.index("native") if provider == AS_VLLM and "native" in order else 0, provider)
@@ -136,3 +144,8 @@ def prefer(provider: str, platform: Any) -> None:
         return priorities
 
     platform.get_default_ir_op_priority = classmethod(get_default_ir_op_priority)
+
+
+def provider_of(model: roundings.Roundings) -> str:
+    """The provider that rounds as a model's norms."""
+    return next(provider for provider, flags in ROUNDINGS.items() if flags == model["norm"])

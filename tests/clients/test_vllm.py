@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ import torch
 import fusednorm
 import fusednorm.vllm as plugin
 from fusednorm.vllm import layers
-from fusednorm.vllm.providers import implementations, takes_fused, takes_norm
+from fusednorm.vllm.providers import BY_CONTRACT, ROUNDINGS, implementations, takes_fused, takes_norm
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import vllm_serving
@@ -207,7 +208,7 @@ def test_default_rounding(engine, without):
     [
         (True, "vllm", "to take x, weight, epsilon, variance_size, found x, weight, eps, variance_size"),
         (False, "off", ""),
-        (False, "vlm", "FUSEDNORM_VLLM is 'vlm', it must be one of vllm, default, off; "),
+        (False, "vlm", "FUSEDNORM_VLLM is 'vlm', it must be one of vllm, default, huggingface, off; "),
     ],
 )
 def test_vllm_as_it_was(engine, without, changed, setting, words):
@@ -288,7 +289,7 @@ def test_gpus_are_for_who_asks(vllms, said, monkeypatch, device):
     monkeypatch.setattr(type(current_platform), "device_type", device)
     before = providers(vllms)
     plugin.register()
-    assert providers(vllms) == [([*impls, "fusednorm", "fusednorm_default"], order) for impls, order in before]
+    assert providers(vllms) == [([*impls, *BY_CONTRACT.values()], order) for impls, order in before]
     (line,) = said.messages
     assert f"vLLM keeps its own RMSNorm on {device}" in line
     assert "FUSEDNORM_VLLM=vllm,gpu" in line
@@ -298,7 +299,7 @@ def test_gpus_are_for_who_asks(vllms, said, monkeypatch, device):
 
 @pytest.mark.parametrize(
     ("device", "setting", "first"),
-    [("cpu", "vllm", "fusednorm"), ("cpu", "default", "fusednorm_default")]
+    [("cpu", contract, provider) for contract, provider in BY_CONTRACT.items()]
     + [(device, "gpu", "fusednorm") for device in ("cuda", "cpu")]
     + [(device, "vllm,gpu", "fusednorm") for device in ("cuda", "cpu")]
     + [(device, " gpu , default ", "fusednorm_default") for device in ("cuda", "cpu")],
@@ -311,12 +312,25 @@ def test_register(vllms, said, monkeypatch, device, setting, first):
     monkeypatch.setenv("FUSEDNORM_VLLM", setting)
     before = providers(vllms)
     plugin.register()
-    assert providers(vllms) == [
-        ([*impls, "fusednorm", "fusednorm_default"], [first, *order]) for impls, order in before
-    ]
+    assert providers(vllms) == [([*impls, *BY_CONTRACT.values()], [first, *order]) for impls, order in before]
     assert f"vLLM prefers its provider {first} (FUSEDNORM_VLLM={setting.strip()})" in said.text
     plugin.register()
     assert providers(vllms)[0][1].count(first) == 1
+
+
+def test_the_provider_of_a_family(vllms, monkeypatch):
+    """Llama's norms round before the weight, gpt-oss's once: fusednorm's default."""
+    transformers = pytest.importorskip("transformers")
+    from vllm.platforms import current_platform
+
+    monkeypatch.setenv("FUSEDNORM_VLLM", "huggingface")
+    plugin.register()
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    for family, provider in (("Llama", "fusednorm_huggingface"), ("GptOss", "fusednorm_default")):
+        config = getattr(transformers, f"{family}Config")(vocab_size=8, **sizes)
+        serves = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=config))
+        order = current_platform.get_default_ir_op_priority(serves)
+        assert order.rms_norm[0] == order.fused_add_rms_norm[0] == provider
 
 
 @pytest.mark.parametrize("setting", ["vlm", "vllm,cuda", "vllm,default", "off,default", "VLLM"])
@@ -325,7 +339,7 @@ def test_words_that_mean_nothing(vllms, said, monkeypatch, setting):
     before = providers(vllms)
     plugin.register()
     assert providers(vllms) == before
-    assert f"FUSEDNORM_VLLM is '{setting}', it must be one of vllm, default, off; " in said.text
+    assert f"FUSEDNORM_VLLM is '{setting}', it must be one of vllm, default, huggingface, off; " in said.text
 
 
 def test_what_a_platform_prefers_to_the_native_implementation_stays_before_it(vllms, monkeypatch):
@@ -428,7 +442,7 @@ def test_rounds_where_vllm_rounds(vllms, dtypes):
     assert takes_fused(x, residual, weight, EPS) == (fits and x.dtype == residual.dtype)
     if not takes_fused(x, residual, weight, EPS):
         return
-    norm, fused = implementations(as_vllm=True)
+    norm, fused = implementations(**ROUNDINGS["fusednorm"])
     for h, theirs, ours in (
         (x, [vllms.rms_norm.impls["native"].impl_fn(x, weight, EPS)], [norm(x, weight, EPS)]),
         (

@@ -3,6 +3,7 @@
 import logging
 import sys
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 import fusednorm
 import fusednorm.vllm as plugin
 from fusednorm.vllm import layers
+from fusednorm.vllm.providers import BY_CONTRACT
 
 if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed; `tox -e vllm` installs it", allow_module_level=True)
@@ -18,7 +20,7 @@ if find_spec("vllm") is None:
 pytestmark = pytest.mark.filterwarnings("default")
 
 NAMES = ["SiluAndMul", "GeluAndMul", "RMSNormGated", "GemmaRMSNorm", "Mixer2RMSNormGated", "RotaryEmbedding"]
-NAMES += ["SwigluOAIAndMul", "SwigluStepAndMul", "ReLUSquaredActivation"]
+NAMES += ["SwigluOAIAndMul", "SwigluStepAndMul", "ReLUSquaredActivation", "RMSNorm"]
 BITS_16, F32 = (torch.bfloat16, torch.float16), torch.float32
 
 
@@ -281,6 +283,32 @@ def test_gated_norm_by_default(vllms):
     assert differing(theirs(x, z), ours(x, z)) > 0.1
 
 
+def of_family(vllms, config):
+    """Has vLLM serve a model with this configuration of transformers."""
+    vllms.model_config = SimpleNamespace(hf_text_config=config)
+
+
+def test_layers_round_as_a_family_of_transformers(vllms):
+    """Rotations, gated norms and gates: of Llama's kind, or of the family that vLLM serves."""
+    transformers = pytest.importorskip("transformers")
+    from vllm.model_executor.layers import activation, layernorm
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    of_family(vllms, transformers.LlamaConfig(vocab_size=8, hidden_size=64, num_attention_heads=1, num_hidden_layers=1))
+    theirs, ours = pairs(lambda: RotaryEmbedding(64, 64, 128, 10000.0, True, torch.bfloat16), "huggingface")
+    positions, q = torch.arange(40), torch.randn(40, 256).bfloat16()
+    cos, sin = ours.cos_sin_cache.bfloat16().chunk(2, -1)
+    rotated = fusednorm.rotate(q.view(40, 4, 64), cos, sin, positions=positions, round_products=True)
+    assert torch.equal(ours(positions, q.clone(), None)[0], rotated.view(40, 256))
+    assert differing(theirs(positions, q.clone(), None)[0], rotated.view(40, 256)) > 0.1
+    gated = layernorm.RMSNormGated(256, norm_before_gate=True, dtype=torch.bfloat16)
+    gated.weight.data.uniform_(0.5, 1.5)
+    expected = fusednorm.rms_norm_gated(q, q, gated.weight, 1e-5, round_norm=True)
+    assert torch.equal(gated(q, q), expected)
+    oai = fusednorm.silu_and_mul(q, limit=7.0, alpha=1.702, up_offset=1.0, interleaved=True, round_steps=True)
+    assert torch.equal(activation.SwigluOAIAndMul()(q), oai)
+
+
 @pytest.mark.parametrize("dtype", BITS_16)
 @pytest.mark.parametrize("groups", [1, 4])
 def test_norm_of_gated_rows(vllms, dtype, groups):
@@ -311,7 +339,7 @@ def test_norm_of_gemma(vllms, dtype):
     for layer in (theirs, ours):
         layer.weight.data.copy_(weight)
     kept = x.clone(), residual.clone()
-    for provider in ("fusednorm", "fusednorm_default", "native"):
+    for provider in (*BY_CONTRACT.values(), "native"):
         with layers._first(ops, provider):
             # All bits of the provider that vLLM prefers, whichever that is.
             assert torch.equal(ours(x), theirs(x))

@@ -87,6 +87,12 @@ def test_report_for_a_person(run, arguments):
     assert "\x1b" not in done.stdout  # no colours in a pipe
 
 
+@pytest.mark.parametrize("value", ["huggingface", "huggingface,gpu", "gpu", "off", " "])
+def test_settings_of_the_plugin_of_vllm(monkeypatch, value):
+    monkeypatch.setenv("FUSEDNORM_VLLM", value)
+    assert "FUSEDNORM_VLLM" not in doctor.report()["remarks"]
+
+
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [
@@ -95,7 +101,7 @@ def test_report_for_a_person(run, arguments):
         ("FUSEDNORM_CPU_ISA", "sse9", "FUSEDNORM_CPU_ISA is 'sse9', which is no instruction set"),
         ("FUSEDNORM_CPU_ISA", "[red]", "FUSEDNORM_CPU_ISA is '[red]'"),
         ("FUSEDNORM_PREWARM", "yes", "FUSEDNORM_PREWARM is 'yes'; it must be background, wait"),
-        ("FUSEDNORM_VLLM", "foo", "it must be one of vllm, default, off; vLLM is left as it was"),
+        ("FUSEDNORM_VLLM", "foo", "it must be one of vllm, default, huggingface, off; vLLM is left as it was"),
     ],
 )
 def test_unusable_settings_are_findings(run, variable, value, message):
