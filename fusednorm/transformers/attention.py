@@ -17,8 +17,8 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -58,7 +58,10 @@ class PatchedTables(Patched):
 
 
 class PatchedAttention(Patched):
-    """Attention whose forward pass calls :meth:`_rotate`; comes before the original class. Its state is True."""
+    """Attention whose forward pass calls :meth:`_rotate`; comes before the original class.
+
+    Its state is True, or the flags that its rotations have in place of the model's own.
+    """
 
     _sites: tuple[Site, ...]
 
@@ -104,7 +107,7 @@ class PatchedAttention(Patched):
         for site in self._sites:
             if not all(evaluated(condition, type(self).forward, self) for condition in site.conditions):
                 continue
-            found = [(key[1], rotation) for key, rotation in site.rotations.items() if key[0] == of_rows]
+            found = [(key[1], self._changed(one)) for key, one in site.rotations.items() if key[0] == of_rows]
             several = len({rotation for _, rotation in found}) > 1
             for tables, rotation in found:
                 flags = {name: getattr(rotation, name) for name in ("interleaved", "to_halves", "round_products")}
@@ -122,7 +125,11 @@ class PatchedAttention(Patched):
             return None
         tokens = 1 if site.transposed or rotation.heads == 2 else 2
         fits = q.size(tokens) == k.size(tokens) == tables.tokens and tables.batch in (1, q.size(0))
-        return rotation if fits else None
+        return self._changed(rotation) if fits else None
+
+    def _changed(self, rotation: Rotation) -> Rotation:
+        """The rotation with the flags of this module's state."""
+        return rotation if self._fusednorm is True else replace(rotation, **self._fusednorm)
 
 
 def _form_of_both(norms: list[Any], q: Tensor, k: Tensor) -> Form | None:
@@ -269,8 +276,14 @@ def _stored(node: ast.AST) -> set[str]:
 # Replacing
 
 
-def patch_rotations(model: torch.nn.Module, norm: type) -> Iterator[Outcome]:
-    """Replaces attention that rotates, and the modules of its tables; ``norm`` is the class of replaced norms."""
+def patch_rotations(model: torch.nn.Module, norm: type, changed: Mapping[str, Any]) -> Iterator[Outcome]:
+    """Replaces attention that rotates, and the modules of its tables.
+
+    Args:
+        model: the model.
+        norm: the class of replaced norms.
+        changed: the flags that rotations have in place of the model's own.
+    """
     tables = {module: module._fusednorm for module in model.modules() if isinstance(module, PatchedTables)}
     new = {module: state for module in model.modules() if (state := _tables_of(module)) is not None}
     kinds = {kind.columns for kind, _ in (tables | new).values()}
@@ -289,7 +302,7 @@ def patch_rotations(model: torch.nn.Module, norm: type) -> Iterator[Outcome]:
             yield type(module).__name__, False, "no module of the model has the tables that its rotation takes"
             continue
         fused = "q/k norm and rotation fused" if any(site.norms for site in sites) else "rotation of q and k fused"
-        outcome = attach(module, PatchedAttention, norms, True, fused)
+        outcome = attach(module, PatchedAttention, norms, changed or True, fused)
         done |= outcome[1]
         yield outcome
     for module, state in new.items() if done else ():

@@ -55,6 +55,7 @@ class NormState:
     forms: Forms
     gated: Forms
     reads: Reads
+    unrounded: bool = False  # whether it normalises sums that are not rounded, which the same call adds
     handed: Handed | None = None  # a result that the previous layer computed for it
 
     def __getstate__(self) -> dict[str, Any]:
@@ -108,6 +109,8 @@ class PatchedNorm(Patched):
         if form is None:
             return []
         added = {"added_to_weight": form.added} if form.added else {}
+        if self._fusednorm.unrounded:
+            return [("fused_add_rms_norm", {"eps": form.eps, **form.of_norm, "round_sum": False})]
         return [("layer_norm" if form.center else "rms_norm", {"eps": form.eps, **form.of_norm, **added})]
 
     def _form(self, x: Any) -> Form | None:
@@ -153,6 +156,7 @@ class PatchedLayer(Patched):
         if fused is not None:
             return fused
         total = self._sum(x, residual, first, x_scale)
+        _refuse_a_rounded_sum(norm, total)
         return norm(total), total
 
     def _add_last(
@@ -169,7 +173,9 @@ class PatchedLayer(Patched):
                     y, total = fused
                     norm._fusednorm.handed = Handed(total, y, _version(total), torch.is_grad_enabled())
                     return total
-        return self._sum(x, residual, first, x_scale)
+        total = self._sum(x, residual, first, x_scale)
+        _refuse_a_rounded_sum(norm, total)
+        return total
 
     def _norm_add(self, first: torch.nn.Module, x: Tensor, residual: Tensor) -> Tensor:
         """``residual + first(x)``."""
@@ -243,23 +249,32 @@ def _added(
         if both is None and _alike(x, residual, weight):
             both = fused_add_layer_norm(x, residual, weight, bias, form.eps, **form.of_norm)
         return both
+    eps, sums = form.eps, not norm._fusednorm.unrounded  # type: ignore[union-attr] # it has a form
     if first is None:
         if fast:
-            both = fused_add_rms_norm_on_fast_path(x, residual, weight, form.eps, None, x_scale, offset, True, rounded)
+            both = fused_add_rms_norm_on_fast_path(x, residual, weight, eps, None, x_scale, offset, sums, rounded)
         if both is None and _alike(x, residual, weight):
-            both = fused_add_rms_norm(x, residual, weight, form.eps, x_scale=x_scale, **form.of_norm)
+            both = fused_add_rms_norm(x, residual, weight, eps, x_scale=x_scale, round_sum=sums, **form.of_norm)
         return both
     before = _form_beside(first, x, residual)
     if before is None or before.center or before.of_norm != form.of_norm:
         return None
     weights = parameter(first, "weight"), weight
     if fast:
-        both = rms_norm_add_rms_norm_on_fast_path(
-            x, residual, *weights, before.eps, form.eps, None, offset, True, rounded
-        )
+        both = rms_norm_add_rms_norm_on_fast_path(x, residual, *weights, before.eps, eps, None, offset, sums, rounded)
     if both is None and _alike(x, residual, *weights):
-        both = rms_norm_add_rms_norm(x, residual, *weights, before.eps, next_eps=form.eps, **form.of_norm)
+        both = rms_norm_add_rms_norm(x, residual, *weights, before.eps, next_eps=eps, round_sum=sums, **form.of_norm)
     return both
+
+
+def _refuse_a_rounded_sum(norm: torch.nn.Module | None, total: Tensor) -> None:
+    """Raises where a norm of unrounded sums would get a rounded one, because a call for both was not possible."""
+    if isinstance(norm, PatchedNorm) and norm._fusednorm.unrounded and total.dtype.itemsize == 2:
+        raise RuntimeError(
+            "rounding='vllm' normalises sums that are not rounded, and here the addition and the norm cannot be one "
+            "call (gradient checkpointing, an export, or hooks of the norm or the layer); patch without it, and set "
+            "FUSEDNORM_VLLM=huggingface for the engine"
+        )
 
 
 def _affine(norm: torch.nn.Module, form: Form) -> tuple[Any, Any]:
