@@ -15,6 +15,6 @@ a folder that it loads.
 """
 
 from fusednorm.transformers.hub import register_kernels, write_kernel
-from fusednorm.transformers.patching import STEPS, Counts, Report, patch, unpatch
+from fusednorm.transformers.patching import Counts, Report, patch, unpatch
 
-__all__ = ["STEPS", "Counts", "Report", "patch", "register_kernels", "unpatch", "write_kernel"]
+__all__ = ["Counts", "Report", "patch", "register_kernels", "unpatch", "write_kernel"]

@@ -118,7 +118,7 @@ def _check(model: object) -> None:
 
 
 #: Kinds of steps that :func:`patch` replaces.
-STEPS = ("norms", "additions", "rotations", "gates")
+_STEPS = ("norms", "additions", "rotations", "gates")
 
 
 def patch(
@@ -155,9 +155,9 @@ def patch(
     _check(model)
     if rounding not in (None, "vllm"):
         raise ValueError(f"rounding must be None or 'vllm', got {rounding!r}")
-    kinds = set(STEPS if steps is None else [steps] if isinstance(steps, str) else steps)
-    if not kinds <= set(STEPS):
-        raise ValueError(f"steps must be some of {', '.join(STEPS)}, got {', '.join(sorted(kinds - set(STEPS)))}")
+    kinds = set(_STEPS if steps is None else [steps] if isinstance(steps, str) else steps)
+    if not kinds <= set(_STEPS):
+        raise ValueError(f"steps must be some of {', '.join(_STEPS)}, got {', '.join(sorted(kinds - set(_STEPS)))}")
     if not activations:
         kinds.discard("gates")
     untouched = [module for module in model.modules() if not isinstance(module, Patched)]

@@ -163,7 +163,7 @@ def test_more_kinds_of_steps(qwen3):
     assert not patch(qwen3, steps=()).any
     assert not patch(qwen3, steps="additions").any
     assert not patch(qwen3, steps="gates", activations=False).any
-    patch(qwen3, steps=fusednorm.transformers.STEPS)
+    patch(qwen3, steps=("norms", "additions", "rotations", "gates"))
     other = made("Qwen3")
     patch(other)
     assert fusednorm.contract(qwen3) == fusednorm.contract(other)

@@ -69,6 +69,7 @@ class Contract:
     def digest(self) -> str:
         """SHA-256 of the number of the specification and of the steps; of additions only if the sum is not rounded."""
         steps = [identity for step in self.steps if (identity := step._identity()) is not None]
+        steps.sort(key=json.dumps)  # an engine's model has the same modules in another sequence
         whole = {"specification": self.spec, "steps": steps}
         return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
 
@@ -107,13 +108,17 @@ def contract(model: torch.nn.Module, dtype: dtype | None = None) -> Contract:
 
 def _steps(model: torch.nn.Module, given: dtype | None) -> Iterator[Step]:
     of_model = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
-    for path, module in model.named_modules():
+    seen: set[torch.nn.Module] = set()
+    for path, module in model.named_modules(remove_duplicate=False):
         described = getattr(type(module), "_fusednorm_steps", None)
-        if described is None:
+        # A module of an engine is one step of each module around it, as a rotation that all layers share.
+        within = getattr(type(module), "_fusednorm_within", False)
+        if described is None or (module in seen and not within):
             continue
+        seen.add(module)
         weight = getattr(module, "weight", None)
         of_rows = given or (of_model if weight is None else weight.dtype)
-        name = ".".join(part for part in path.split(".") if part not in _WRAPPERS)
+        name = ".".join(part for part in path.split(".")[: -1 if within else None] if part not in _WRAPPERS)
         length = None if weight is None else weight.numel()
         for operation, flags in described(module, of_rows):
             yield Step(name, operation, _that_matter(operation, flags, of_rows, length), of_rows)
