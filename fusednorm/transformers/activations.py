@@ -60,6 +60,11 @@ class PatchedActivations(Patched):
         product: Tensor = activation(gate) * up
         return product
 
+    def of_both(self, both: Tensor) -> Tensor:
+        """The products of rows whose first half is the gate, by the module's only activation."""
+        (name,) = self._fusednorm
+        return self._gate(name, *both.chunk(2, -1))
+
     def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
         """For :func:`fusednorm.contract`."""
         kinds = [(self._modules[name], reads, function) for name, (_, reads, function) in self._fusednorm.items()]
@@ -84,6 +89,11 @@ class PatchedGate(PatchedActivations):
     @classmethod
     def of_class(cls, before: type, norms: frozenset[str]) -> dict[str, Any]:
         return {method: _gated(getattr(before, method)) for method in norms}
+
+    def of_both(self, both: Tensor) -> Tensor:
+        """The products of rows that hold both, as the module's method computes them."""
+        formula: MLP = self._fusednorm.formula
+        return _FUNCTIONS[formula.activation](both, None, **formula.flags)
 
     def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
         """For :func:`fusednorm.contract`."""

@@ -98,6 +98,19 @@ class PatchedAttention(Patched):
             of_norm = {"q_weight": q_weight, "k_weight": k_weight, "eps": form.eps, **form.of_norm}
         return rotation.of(q, k, *tables.angles, norm=form is not None, **of_norm)
 
+    def rotated(self, q: Tensor, k: Tensor, tables: Any) -> tuple[Tensor, Tensor] | None:
+        """q and k, [batch, tokens, heads, D], rotated as at the first site; None where its function has to do it."""
+        if not isinstance(tables, Tables):
+            return None
+        kind = q.dtype, tables.dtype, tables.columns, q.size(-1) == tables.size
+        rotation = self._sites[0].rotations.get(kind)
+        if rotation is None:
+            return None
+        if rotation.to_halves:
+            q, k = _as_halves(q, tables.size), _as_halves(k, tables.size)
+        q, k = self._changed(rotation).of(q, k, *tables.angles, norm=False)
+        return (q.transpose(1, 2), k.transpose(1, 2)) if rotation.heads == 1 else (q, k)
+
     def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
         """For :func:`fusednorm.contract`: rotations, for each dtype of the tables if they differ by it.
 

@@ -94,6 +94,12 @@ class PatchedNorm(Patched):
                 return rms_norm_gated(x, gate, getattr(self, "weight", None), form.eps, **form.of_gate)
         return super().forward(*args, **kwargs)
 
+    def after_addition(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of ``residual + x``, and the sum, as a layer with this norm computes both."""
+        fused = _added(self, x, residual, None, 1.0)
+        total = residual + x
+        return (self(total), total) if fused is None else fused
+
     def extra_repr(self) -> str:
         """The arguments as the original class shows them, and "by fusednorm"."""
         return ", ".join(filter(None, [super().extra_repr(), "by fusednorm"]))

@@ -8,7 +8,7 @@ its option ``custom_ops`` disables the layer. Compiled models disable all layers
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -107,21 +107,26 @@ def _norm_of_gated(layer: Any, flags: dict[str, Any], x: Tensor, gate: Tensor) -
 
 
 def _rms_norm_step(vllms: Any, layer: Any, of_model: Roundings) -> tuple[str, dict[str, Any]] | None:
-    """vLLM calls its provider, so the order of preference decides; and the fused addition if a residual came so far."""
+    """vLLM calls its provider, so its order of preference decides."""
     (first, *_) = vllms.rms_norm.get_priority() or [None]
     flags = ROUNDINGS.get(first)
     if flags is None or layer.variance_size_override is not None:
         return None
-    described = {"eps": layer.variance_epsilon, "round_norm": flags["round_norm"] and layer.pass_weight}
-    if flags["round_sum"] or not getattr(layer, "_fusednorm_summed", False):
-        return "rms_norm", described
-    return "fused_add_rms_norm", {**described, "round_sum": False}
+    return _norm_or_sum(layer, flags, round_norm=flags["round_norm"] and layer.pass_weight)
+
+
+def _norm_or_sum(layer: Any, roundings: Mapping[str, Any], **flags: Any) -> tuple[str, dict[str, Any]]:
+    """The step of a norm, or of a norm of sums where these are not rounded, which only a call shows."""
+    flags = {"eps": layer.variance_epsilon, **flags}
+    if roundings["round_sum"] or layer._fusednorm_summed is False:
+        return "rms_norm", flags
+    return "fused_add_rms_norm", {**flags, "round_sum": False}
 
 
 def _rms_norm(layer: Any, flags: dict[str, Any], x: Tensor, residual: Tensor | None = None) -> None:
-    """Notes whether the norm is one of sums."""
-    if residual is not None and not torch.compiler.is_compiling():
-        layer._fusednorm_summed = True
+    """Notes whether the norm is one of sums, and lets vLLM's provider compute it."""
+    if not torch.compiler.is_compiling():
+        layer.__dict__["_fusednorm_summed"] = residual is not None
 
 
 def _gemma_rms_norm_step(vllms: Any, layer: Any, of_model: Roundings) -> tuple[str, dict[str, Any]] | None:
@@ -129,14 +134,12 @@ def _gemma_rms_norm_step(vllms: Any, layer: Any, of_model: Roundings) -> tuple[s
     (first, *_) = vllms.rms_norm.get_priority() or [None]
     if first not in ROUNDINGS:
         return None
-    described = {"eps": layer.variance_epsilon, "weight_offset": 1.0}
-    if ROUNDINGS[first]["round_sum"] or not getattr(layer, "_fusednorm_summed", False):
-        return "rms_norm", described
-    return "fused_add_rms_norm", {**described, "round_sum": False}
+    return _norm_or_sum(layer, ROUNDINGS[first], weight_offset=1.0)
 
 
 def _gemma_rms_norm(vllms: Any, layer: Any, flags: dict[str, Any], x: Tensor, residual: Tensor | None = None) -> Any:
     """The norm's gain 1 + weight needs no tensor of its own, and a sum no copies of its operands."""
+    _rms_norm(layer, flags, x, residual)
     weight, eps = layer.weight.data, layer.variance_epsilon
     operation = vllms.rms_norm if residual is None else vllms.fused_add_rms_norm
     (first, *_) = operation.get_priority() or [None]
@@ -145,7 +148,6 @@ def _gemma_rms_norm(vllms: Any, layer: Any, flags: dict[str, Any], x: Tensor, re
         return None
     if residual is None:
         return norm.rms_norm(x, weight, eps, weight_offset=1.0)
-    _rms_norm(layer, flags, x, residual)
     return norm.fused_add_rms_norm(x, residual, weight, eps, weight_offset=1.0, round_sum=ROUNDINGS[first]["round_sum"])
 
 
@@ -278,18 +280,23 @@ def _class(cls: Any, layer: Layer, contract: str) -> Any:
         self._fusednorm_roundings = of_model(contract, get_current_vllm_config())
 
     def forward(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        step = layer.step(self, self._fusednorm_roundings)
+        step = ("", {}) if layer.by_provider else layer.step(self, self._fusednorm_roundings)
         found = None if step is None else layer.forward(self, step[1], *arguments, **keywords)
         return theirs(self, *arguments, **keywords) if found is None else found
 
     def steps(self: Any, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
         """For :func:`fusednorm.contract`: none where vLLM computes the layer, as in compiled execution by default."""
         step = layer.step(self, self._fusednorm_roundings)
+        if step is not None and "round_sum" in step[1] and self._fusednorm_summed is None:
+            raise RuntimeError(
+                "the engine normalises sums that are not rounded, and which norms get sums shows in their first eager "
+                "call: have it answer a request with enforce_eager=True, or set FUSEDNORM_VLLM=huggingface"
+            )
         ours = layer.by_provider or self._forward_method.__func__ is type(self).forward_cpu
         return [step] if step is not None and ours and of_rows in _FLOATS else []
 
     members: dict[str, Any] = {"__init__": init, "forward_cpu": forward, "_fusednorm_steps": steps}
-    members |= {"_fusednorm_roundings": of(contract), "_fusednorm_within": layer.within}
+    members |= {"_fusednorm_roundings": of(contract), "_fusednorm_within": layer.within, "_fusednorm_summed": None}
     return type(f"Fusednorm{cls.__name__}", (cls,), members)
 
 

@@ -108,20 +108,25 @@ def contract(model: torch.nn.Module, dtype: dtype | None = None) -> Contract:
 
 def _steps(model: torch.nn.Module, given: dtype | None) -> Iterator[Step]:
     of_model = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
-    seen: set[torch.nn.Module] = set()
-    for path, module in model.named_modules(remove_duplicate=False):
-        described = getattr(type(module), "_fusednorm_steps", None)
-        # A module of an engine is one step of each module around it, as a rotation that all layers share.
-        within = getattr(type(module), "_fusednorm_within", False)
-        if described is None or (module in seen and not within):
-            continue
-        seen.add(module)
+    for name, module in with_steps(model):
         weight = getattr(module, "weight", None)
         of_rows = given or (of_model if weight is None else weight.dtype)
-        name = ".".join(part for part in path.split(".")[: -1 if within else None] if part not in _WRAPPERS)
         length = None if weight is None else weight.numel()
-        for operation, flags in described(module, of_rows):
+        for operation, flags in module._fusednorm_steps(of_rows):
             yield Step(name, operation, _that_matter(operation, flags, of_rows, length), of_rows)
+
+
+def with_steps(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """The modules that have steps, by the name of the steps.
+
+    A module of an engine is a step of the module around it, and of several where they share it, as layers a rotation.
+    """
+    seen: set[torch.nn.Module] = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        within = getattr(type(module), "_fusednorm_within", False)
+        if hasattr(type(module), "_fusednorm_steps") and (within or module not in seen):
+            seen.add(module)
+            yield ".".join(part for part in path.split(".")[: -1 if within else None] if part not in _WRAPPERS), module
 
 
 def _that_matter(operation: str, flags: dict[str, Any], of_rows: dtype, length: int | None) -> dict[str, Any]:

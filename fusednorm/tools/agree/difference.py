@@ -20,30 +20,14 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from fusednorm import transformers
+from fusednorm.tools.agree import engine
 from fusednorm.tools.agree.bits import count_differing
+from fusednorm.tools.agree.contract import contract
+from fusednorm.tools.agree.share import Share
 from fusednorm.tools.cli import UnusableError
 
 #: A step's values by its name; several where it returns several, or is called several times.
 Activations = Mapping[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Share:
-    """The equal elements of one step, or of the same step in several layers.
-
-    Attributes:
-        name: of the step; ``*`` stands for the numbers of the layers.
-        elements: the number of elements that were compared.
-        equal: those whose bits are equal: NaN equals NaN, and +0 equals -0.
-        alone: those that are equal where both models compute the step from the first one's inputs; None in files.
-        reason: why the step could not be compared; empty if it was.
-    """
-
-    name: str
-    elements: int = 0
-    equal: int = 0
-    alone: int | None = None
-    reason: str = ""
 
 
 def shares(a: Activations, b: Activations) -> list[Share]:
@@ -191,6 +175,8 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         UnusableError: the arguments are not two files or two models, or they have no step.
     """
     a, b = arguments.a, arguments.b
+    if str(b) == "vllm" and not b.exists():
+        return _beside_the_engine(arguments, console)
     for path in (a, b):
         if not path.exists():
             raise UnusableError(f"{path} does not exist")
@@ -210,10 +196,43 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         found = shares(read(a), read(b))
     if not found:
         raise UnusableError("there is nothing to compare: A and B have no tensors")
+    return _reported(found, arguments, console)
+
+
+def _reported(found: list[Share], arguments: argparse.Namespace, console: Console) -> int:
+    """Prints and writes shares. Returns 1 if a bit differs, or if a step could not be compared."""
     show(found if arguments.all else in_all_layers(found), console)
     if arguments.json_file:
         Path(arguments.json_file).write_text(json.dumps([asdict(share) for share in found], indent=1), encoding="utf-8")
     return int(any(share.reason or share.equal < share.elements for share in found))
+
+
+def _beside_the_engine(arguments: argparse.Namespace, console: Console) -> int:
+    """Compares a folder's model, patched, with vLLM's engine of the same folder, under FUSEDNORM_VLLM as it is set.
+
+    Raises:
+        UnusableError: the arguments are not a folder of a model and a prompt, or no row could be compared.
+    """
+    if not arguments.a.is_dir() or not arguments.prompt or arguments.patch:
+        raise UnusableError("beside vllm, A must be a model's folder, --prompt TEXT is needed, and --patch is not")
+    trainer, inputs = load(arguments.a, arguments.prompt)
+    transformers.patch(trainer, rounding=arguments.rounding)
+    dtype = next(trainer.parameters()).dtype
+    calls, of_engine = engine.answered(arguments.a, inputs["input_ids"][0].tolist(), dtype)
+    of_trainer = contract(trainer)
+    for side, digest in (("trainer", of_trainer.digest), ("engine", of_engine.digest)):
+        console.print(f"{side}: sha256 {digest}", markup=False, soft_wrap=True)
+    found, rows = engine.replayed(trainer, calls)
+    if not rows:
+        raise UnusableError(
+            "no row was compared: fusednorm computes no step of this model in both, the trainer and vLLM"
+        )
+    status = _reported(found, arguments, console)
+    console.print(f"the trainer computed {rows} rows again, from the engine's inputs", markup=False)
+    first = next((share.name for share in found if share.reason or share.equal < share.elements), None)
+    if first is not None:
+        console.print(f"the first step that differs: {first}", markup=False, soft_wrap=True)
+    return int(status or of_trainer.digest != of_engine.digest)
 
 
 def show(found: Iterable[Share], console: Console) -> None:
