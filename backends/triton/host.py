@@ -83,8 +83,10 @@ _NAMES |= {torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64"}
 _LIMITS = ("qmin", "qmax", "amax_floor", "amax_limit", "scale_floor")
 
 #: Operands with one number for a group, a row or an id, which begin anywhere.
-_OF_GROUPS = ("scale", "zero_point", "positions", "means", "ids", "temperature", "result", "m", "s", "entropy")
-_OF_GROUPS += ("d_result", "d_entropy")
+_OF_GROUPS = (
+    *("scale", "zero_point", "positions", "means"),
+    *("ids", "temperature", "result", "m", "s", "entropy", "d_result", "d_entropy"),
+)
 
 
 def missing(on_cpus: bool = False) -> list[str]:
