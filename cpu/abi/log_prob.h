@@ -43,7 +43,11 @@ static inline int64_t fn_id_at(const struct fn_log_prob *job, int64_t i) {
 }
 static inline int fn_is_ignored(const struct fn_log_prob *job, int64_t id) { return job->ignores && id == job->ignore_index; }
 
-/* Computes row m, whose logits lie at `x`; `out` and `d` are its rows, or the first numbers of all rows. */
-typedef void fn_log_prob_row(const struct fn_log_prob *job, int64_t m, const char *x, char *out, const char *d, void *sums);
+/*
+ * Computes row m, whose logits lie at `x`; `out` and `d` are its rows, or the first numbers of all rows. `next`: the logits that
+ * are read after it and fetched meanwhile, or NULL.
+ */
+typedef void fn_log_prob_row(const struct fn_log_prob *job, int64_t m, const char *x, char *out, const char *d, void *sums,
+                             const char *next);
 
 #endif

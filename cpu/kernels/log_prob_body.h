@@ -25,6 +25,11 @@ static double number_at(const struct fn_operand *o, int64_t i) {
     return value;
 }
 
+/* So many bytes of a row to come, into the second cache. */
+static void fetch_row(const char *row, int64_t begin, int64_t bytes) {
+    for (int64_t i = begin; i < begin + bytes; i += FN_ALIGNMENT) FN_PREFETCH_2(row + i);
+}
+
 static float sum_segment_float(int by_parity, float *v) { return u_halve(by_parity, sum_units(v, FN_SEGMENT)); }
 static double sum_segment_double(int by_parity, double *v) { return (void)by_parity, sum_f64(v, FN_SEGMENT); }
 
@@ -92,30 +97,45 @@ FN_INLINE double exp_of_double(double v) {
     return x.p * x.first * x.second;
 }
 
-/* exp(w) for a w within 87 of 0, by one factor 2^k: a product, and no sum of bits, because a NaN must stay one. */
-FN_INLINE float near_exponential(float w) {
-    const float *const c = coefficients_float;
+/*
+ * exp(w) for a w within 87 of 0 is p(r), times one factor 2^k: a product, and no sum of bits, because a NaN must stay one.
+ */
+FN_INLINE float reduced(float w, float *factor) {
     const float shifted = w * log2_e_float + rounder_float, k = shifted - rounder_float;
-    const float r = (w - k * ln2_high_float) - k * ln2_low_float, square = r * r;
-    const float p = (((c[5] * r + c[4]) * square + (c[3] * r + c[2])) * square + (c[1] * r + c[0])) * square + r + 1;
-    return p * f32_of_bits((bits_of_f32(shifted) + bias_float) << mantissa_float);
+    *factor = f32_of_bits((bits_of_f32(shifted) + bias_float) << mantissa_float);
+    return (w - k * ln2_high_float) - k * ln2_low_float;
+}
+FN_INLINE float of_reduced(float r) {
+    const float *const c = coefficients_float, square = r * r;
+    return (((c[5] * r + c[4]) * square + (c[3] * r + c[2])) * square + (c[1] * r + c[0])) * square + r + 1;
+}
+FN_INLINE float near_exponential(float w) {
+    float factor;
+    const float p = of_reduced(reduced(w, &factor));
+    return p * factor;
 }
 
 /*
  * exp(t - m) of n numbers. Nearly always all are normal numbers; else those that are 0, as of masked logits, are taken apart,
- * and where others are not normal all are computed again with two factors.
+ * and where others are not normal all are computed again with two factors. One loop in place of the first two waits for its long
+ * chains of operations: Zen 5 took a third longer.
  */
 static FN_NOINLINE void exponentials_float(const float *restrict t, float m, int n, float *restrict e) {
     const float lowest = -87.0f, zero = -104.0f;
+    _Alignas(64) float r[FN_SEGMENT];
     uint32_t farthest = 0, care = 0;
     FN_VECTORS(reduction(max : farthest))
     for (int i = 0; i < n; i++) {
         const float v = t[i] - m;
         const uint32_t distance = bits_of_f32(v) & 0x7fffffff;
         farthest = distance > farthest ? distance : farthest;
-        e[i] = near_exponential(v);
+        r[i] = reduced(v, &e[i]);
     }
-    if (farthest <= bits_of_f32(-lowest)) return;
+    if (farthest <= bits_of_f32(-lowest)) {
+        FN_VECTORS()
+        for (int i = 0; i < n; i++) e[i] = of_reduced(r[i]) * e[i];
+        return;
+    }
     FN_VECTORS(reduction(| : care))
     for (int i = 0; i < n; i++) {
         const float v = t[i] - m;
@@ -149,7 +169,7 @@ static const double logarithm_double[] = {
     0x1.7462b4ab2ef6bp-3, 0x1.39fe606542ddep-3, 0x1.2b584aae78a57p-3};
 #include "kernels/log_prob_rows.h"
 
-void FN_OF(log_prob_row)(const struct fn_log_prob *job, int64_t m, const char *x, char *out, const char *d, void *sums) {
-    if (job->wide) log_prob_row_double(job, m, x, out, d, sums);
-    else log_prob_row_float(job, m, x, out, d, sums);
+void FN_OF(log_prob_row)(const struct fn_log_prob *job, int64_t m, const char *x, char *out, const char *d, void *sums, const char *next) {
+    if (job->wide) log_prob_row_double(job, m, x, out, d, sums, next);
+    else log_prob_row_float(job, m, x, out, d, sums, next);
 }

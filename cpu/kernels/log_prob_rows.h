@@ -13,7 +13,7 @@ static REAL OF(log_of)(REAL x) {
 
 /* A row's logits, and the steps before the softmax. */
 struct OF(logits) {
-    const char *x;
+    const char *x, *next; /* next: the row after it, which is fetched, or NULL */
     int64_t kind;
     int divides;
     REAL temperature;
@@ -91,6 +91,7 @@ static REAL OF(sum_of_exponentials)(const struct OF(logits) *row, int64_t n, REA
         const int by_parity = ALL_BF16 == BF16P && row->kind == BF16 && count == FN_SEGMENT;
         const REAL *const v = OF(numbers)(row, by_parity ? BF16P : row->kind, i, count, t, NULL);
         OF(exponentials)(v, m, count, e);
+        if (row->next) fetch_row(row->next, i * fn_element_size(row->kind), count * fn_element_size(row->kind));
         for (int j = count; j < FN_SEGMENT; j++) e[j] = 0;
         if (of_z) {
             FN_VECTORS()
@@ -230,9 +231,10 @@ static void OF(log_prob_backward)(const struct fn_log_prob *job, const struct OF
     }
 }
 
-static void OF(log_prob_row)(const struct fn_log_prob *job, int64_t at, const char *x, char *out, const char *d, void *sums) {
+static void OF(log_prob_row)(const struct fn_log_prob *job, int64_t at, const char *x, char *out, const char *d, void *sums,
+                             const char *next) {
     const struct fn_operand *o = job->operand;
-    struct OF(logits) row = {.x = x, .kind = o[FN_LOGITS].kind, .cap = {.limit = job->softcap, .between = NONE}};
+    struct OF(logits) row = {.x = x, .next = next, .kind = o[FN_LOGITS].kind, .cap = {.limit = job->softcap, .between = NONE}};
     row.divides = o[FN_LOG_PROB_TEMPERATURE].kind != NONE;
     if (row.divides) row.temperature = (REAL)number_at(&o[FN_LOG_PROB_TEMPERATURE], at);
     if (job->operation == FN_LOGARITHM) {

@@ -41,7 +41,8 @@ struct fn_tuning {
 
     /*
      * Gradients of a gate and a norm: the elements in a chunk of rows, which stays in the caches; one thread takes so many in
-     * one chunk. The next block or chunk is fetched while a gate is computed, if x has so many bytes, or for gradients the gate.
+     * one chunk. The next block or chunk is fetched while a gate is computed, if x has so many bytes, or for gradients the gate;
+     * and the next row while log-probabilities of one are, if all logits have so many.
      */
     int64_t chunk, only_chunk;
     int64_t fetched, fetched_gradients;
