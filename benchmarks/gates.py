@@ -1,11 +1,13 @@
 """Gates of models beside their formulas in torch, eager and compiled, and beside Llama's: docs/performance.md.
 
-    python benchmarks/gates.py [layer_norm]
+    python benchmarks/gates.py [layer_norm | log_prob]
 
-``layer_norm``: LayerNorms in the place of gates, beside the RMS norm with a bias and torch's.
+``layer_norm``: LayerNorms in the place of gates, beside the RMS norm with a bias and torch's. ``log_prob``: the
+log-probability of an id of each row, beside torch's formulas, eager and compiled.
 
-bfloat16, one thread, rows of 4096. Times are the least of 25, in microseconds, of calls in turns. Results are compared
-with the formula's first: no number may differ by more than the roundings of a few steps.
+One thread; bfloat16 and rows of 4096, but for what the tables name. Times are the least of 25, in microseconds, of
+calls in turns. Results of gates are compared with the formula's first: no number may differ by more than the roundings
+of a few steps.
 """
 
 import sys
@@ -112,9 +114,50 @@ def layer_norms():
             print(f"| {' | '.join(cells)} |", flush=True)
 
 
+def of_softmax(x, ids):
+    """torch's log-probabilities of ids, which it rounds to the dtype of x."""
+    return x.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+
+
+def of_sums(x, ids):
+    """The same without a second tensor of x's size."""
+    return x.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - x.logsumexp(-1)
+
+
+def log_probs():
+    """Prints the table of log-probabilities: our times, and how many times as long torch's formulas take."""
+    print("| dtype | rows | of | us | softmax, gather | compiled | gather - logsumexp | compiled |", end="")
+    print(" with the entropy | gradients: us | softmax, gather | compiled |")
+    print("|---|---:|---:|" + "---:|" * 9)
+    for dtype in (torch.bfloat16, torch.float32):
+        for size in (4096, 32768, 151936):
+            for rows in (1, 8, 64):
+                torch._dynamo.reset()
+                x, ids = (torch.randn(rows, size) * 4).to(dtype), torch.randint(size, (rows,))
+                compiled = [torch.compile(formula, dynamic=False) for formula in (of_softmax, of_sums)]
+                both = fusednorm.selected_log_prob_and_entropy
+                calls = (fusednorm.selected_log_prob, of_softmax, compiled[0], of_sums, compiled[1], both)
+                with torch.no_grad():
+                    us, *others, entropy = in_turns(*(partial(call, x, ids) for call in calls))
+                d, leaf = torch.randn(rows), x.requires_grad_()
+                of_gradients = (fusednorm.selected_log_prob, of_softmax, compiled[0])
+                results = [call(leaf, ids) for call in of_gradients]
+                gradients = [
+                    partial(torch.autograd.grad, result, leaf, d.to(result.dtype), retain_graph=True)
+                    for result in results
+                ]
+                ours, *backward = in_turns(*gradients)
+                cells = [str(dtype)[6:], str(rows), str(size), f"{us:.1f}", *(f"{t / us:.1f}x" for t in others)]
+                cells += [f"{entropy / us:.2f}", f"{ours:.1f}", *(f"{t / ours:.1f}x" for t in backward)]
+                print(f"| {' | '.join(cells)} |", flush=True)
+
+
 def main():
     """Prints a table."""
     torch.set_num_threads(1)
+    if "log_prob" in sys.argv[1:]:
+        log_probs()
+        return
     if "layer_norm" in sys.argv[1:]:
         layer_norms()
         return
