@@ -5,7 +5,7 @@
     tests/machines/emulation/ptx triton --sm 90 -- python -P benchmarks/gpu_counts.py
 
 `--any-order` (cuda) counts kernels that add up rows of more than 1024 elements in whatever order takes fewest
-instructions.
+instructions. `--log-prob` counts log-probabilities of an id in each row, and their gradient, in place of norms.
 
 A row of the table is a launch. Per element of x: bytes of global memory that threads load and store, with the least
 that the kernel needs in brackets (every operand once; the weight, which caches hold, once per row); instructions of a
@@ -39,6 +39,8 @@ CALLS = (
     (8, 16384, torch.bfloat16, True),
     (4, 65536, torch.bfloat16, True),
 )
+#: The same of log-probabilities of an id in each row.
+LOG_PROBS = ((64, 151_936, torch.bfloat16, True), (64, 151_936, torch.float32, True))
 COLUMNS = ("shape", "dtype", "kernel", "blocks x threads", "loaded", "stored", "sectors", "instructions", "float")
 COLUMNS += ("shuffles", "barriers", "passes", "registers", "run")
 FLOATS = ("add", "sub", "mul", "div", "rcp", "sqrt", "fma")
@@ -89,6 +91,8 @@ def needed(name, rows, hidden, dtype, gradients):
     size, blocks = dtype.itemsize, min(rows, 256)
     partial = 4 * blocks / rows
     weight = size
+    if name.startswith("log_prob"):
+        return (size, size) if "backward" in name else (size, 12 / hidden)
     if name.startswith("forward"):
         return 2 * size + weight, 2 * size + 4 * gradients / hidden
     if name in ("weight_sum", "add_blocks"):
@@ -170,7 +174,9 @@ def main():
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--any-order", action="store_true")
-    any_order = parser.parse_args().any_order
+    parser.add_argument("--log-prob", action="store_true")
+    arguments = parser.parse_args()
+    any_order = arguments.any_order
     backend, target = os.environ["FUSEDNORM_BACKEND"], int(os.environ["FUSEDNORM_EMULATED_SM"])
     importlib.import_module(f"ptx.{backend}").install(target)
     machine.library().count_sectors(1)
@@ -181,14 +187,19 @@ def main():
     print(f"{backend}, sm_{target}, torch {torch.__version__}\n")
     print("| " + " | ".join(COLUMNS) + " |")
     print("|---|---|---|---|" + "---:|" * 10)
-    for call in CALLS:
+    for call in LOG_PROBS if arguments.log_prob else CALLS:
         rows, hidden, dtype, gradients = call
         given = [torch.randn(rows, hidden, dtype=dtype) for _ in range(2)] + [torch.randn(hidden, dtype=dtype)]
+        ids = torch.randint(hidden, (rows,))
         results = {}
         for name in (backend, "reference"):
             leaves = [tensor.detach().requires_grad_(gradients) for tensor in given]
             with fusednorm.use_backend(name):
-                outputs = fusednorm.fused_add_rms_norm(*leaves)
+                if arguments.log_prob:
+                    leaves = leaves[:1]
+                    outputs: tuple = (fusednorm.selected_log_prob(*leaves, ids),)
+                else:
+                    outputs = fusednorm.fused_add_rms_norm(*leaves)
                 more = torch.autograd.grad(outputs, leaves, [torch.ones_like(t) for t in outputs]) if gradients else ()
             results[name] = [*outputs, *more]
         assert any_order or all(

@@ -31,6 +31,7 @@ STEPS = {
     "gpu_triton": (40, (*TEST, "triton", "tests/backends/test_gpu.py", "tests/backends/test_large.py")),
     "bench": (100, ("python", "-P", "-m", "fusednorm", "bench", "--device", "cuda", "--backends", "cuda", "triton")),
     "bench_backward": (60, ("python", "-P", "-m", "fusednorm", "bench", "--device", "cuda", "--ops", "backward")),
+    "log_prob": (30, ("python", "-P", "benchmarks/gpu_log_prob.py", "cuda", "triton")),
     "host": (30, ("python", "-P", "benchmarks/gpu_host_cost.py", "cuda")),
     "train": (60, ("python", "-P", "benchmarks/train.py", "--device", "cuda", "--minutes", "0.1")),
     **{
