@@ -30,7 +30,6 @@ ffibuilder.cdef("""
     int fn_run_rotation(const void *packed); /* a `struct fn_rotation` */
     int fn_run_log_prob(const void *packed); /* a `struct fn_log_prob` */
     int fn_run_triton(uintptr_t kernel, const void *call, int64_t programs);
-    int fn_run_triton_log_prob(uintptr_t kernel, const void *packed, int64_t programs);
     #define FN_PARALLEL_ELEMENTS ...
 """)
 ffibuilder.set_source("fusednorm._cpu", '#include "run/tuning.h"\n#include "abi/triton_programs.h"')

@@ -71,8 +71,6 @@ class Program:
             os.unlink(path)
         address = ctypes.cast(getattr(self._library, kernel.metadata.name), ctypes.c_void_p).value
         self.address: int = address or 0
-        of_log_prob = "log_prob" in kernel.metadata.name
-        self._run = _lib.fn_run_triton_log_prob if of_log_prob else _lib.fn_run_triton
 
     def _check(self, kernel: Any) -> None:
         """That the kernel takes what C will give it.
@@ -95,7 +93,7 @@ class Program:
 
     def __call__(self, call: bytes, programs: int) -> None:
         """Runs so many programs of a packed call on torch's threads."""
-        if self._run(self.address, call, programs):
+        if _lib.fn_run_triton(self.address, call, programs):
             raise OverflowError(f"this call would take {programs} programs, and Triton counts them in 32 bits; split x")
 
 

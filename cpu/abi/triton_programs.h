@@ -13,7 +13,4 @@
 typedef int fn_run_triton_fn(uintptr_t kernel, const struct fn_call *call, int64_t programs);
 fn_run_triton_fn fn_run_triton;
 
-/* The same for log-probabilities: a `struct fn_log_prob`. */
-int fn_run_triton_log_prob(uintptr_t kernel, const void *packed, int64_t programs);
-
 #endif

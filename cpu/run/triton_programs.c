@@ -105,12 +105,29 @@ static void run_backward(const struct grid *g, uint32_t program) {
 #undef CALL
 }
 
+/* Rows and numbers that have their place have one address: a kernel takes those that it knows. */
+static void run_log_prob(const struct grid *g, uint32_t program) {
+    const struct fn_log_prob *job = (const struct fn_log_prob *)(g->call + 1);
+    const struct fn_call *c = g->call;
+    const struct fn_operand *x = &job->operand[FN_LOGITS], *out = x + FN_LOG_PROB_OUT, *d = x + FN_LOG_PROB_D;
+#define CALL(REAL) \
+    ((LOG_PROB(REAL))g->kernel)( \
+        at(x), at(x + FN_LOG_PROB_IDS), at(x + FN_LOG_PROB_TEMPERATURE), at(out), at(out), at(x + FN_LOG_PROB_M), \
+        at(x + FN_LOG_PROB_S), at(x + FN_LOG_PROB_H), at(d), at(d), at(x + FN_LOG_PROB_DH), x->stride, out->stride, \
+        d->stride, c->inner, fn_jump_of(c, x), fn_jump_of(c, out), fn_jump_of(c, d), c->hidden, job->count, \
+        job->ignore_index, job->ignores, (REAL)job->softcap, program, 0, 0, (uint32_t)g->programs, 1, 1)
+    if (job->wide) CALL(double);
+    else CALL(float);
+#undef CALL
+}
+
 static void run_share(const void *argument, int64_t begin, int64_t end, char *buffer) {
     const struct grid *g = argument;
     (void)buffer;
     void (*run)(const struct grid *, uint32_t) = g->call->pass == FN_FORWARD ? run_forward : run_backward;
     if (g->quantizer) run = run_quantizer;
     if (g->call->flags & FN_GATE_ONLY) run = run_gate;
+    if (g->call->flags & FN_LOG_PROB_ONLY) run = run_log_prob;
     for (int64_t program = begin; program < end; program++) run(g, (uint32_t)program);
 }
 
@@ -129,38 +146,4 @@ int fn_run_triton(uintptr_t kernel, const struct fn_call *call, int64_t programs
     call = g.call;
     if (programs > INT32_MAX) return 1;
     return fn_divide(run_share, &g, programs, call->rows * call->hidden, call->threads, 0);
-}
-
-struct log_prob_grid {
-    uintptr_t kernel;
-    const struct fn_log_prob *job;
-};
-
-static int64_t jump_of(const struct fn_log_prob *job, const struct fn_operand *o) {
-    return job->inner == job->rows ? 0 : o->outer_stride - job->inner * o->stride;
-}
-
-/* The rows of log_softmax, or of gradients, and numbers in their place have one address: a kernel takes those that it knows. */
-static void run_log_probs(const void *argument, int64_t begin, int64_t end, char *buffer) {
-    const struct log_prob_grid *g = argument;
-    const struct fn_log_prob *job = g->job;
-    const struct fn_operand *x = &job->operand[FN_LOGITS], *out = x + FN_LOG_PROB_OUT, *d = x + FN_LOG_PROB_D;
-    (void)buffer;
-#define CALL(REAL) \
-    ((LOG_PROB(REAL))g->kernel)( \
-        at(x), at(x + FN_LOG_PROB_IDS), at(x + FN_LOG_PROB_TEMPERATURE), at(out), at(out), at(x + FN_LOG_PROB_M), \
-        at(x + FN_LOG_PROB_S), at(x + FN_LOG_PROB_H), at(d), at(d), at(x + FN_LOG_PROB_DH), x->stride, out->stride, \
-        d->stride, job->inner, jump_of(job, x), jump_of(job, out), jump_of(job, d), job->hidden, job->count, \
-        job->ignore_index, job->ignores, (REAL)job->softcap, (uint32_t)row, 0, 0, (uint32_t)job->rows, 1, 1)
-    for (int64_t row = begin; row < end; row++) {
-        if (job->wide) CALL(double);
-        else CALL(float);
-    }
-#undef CALL
-}
-
-int fn_run_triton_log_prob(uintptr_t kernel, const void *packed, int64_t programs) {
-    const struct log_prob_grid g = {kernel, packed};
-    if (programs > INT32_MAX) return 1;
-    return fn_divide(run_log_probs, &g, programs, programs * g.job->hidden, g.job->threads, 0);
 }

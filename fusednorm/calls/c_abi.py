@@ -331,9 +331,9 @@ def pack_log_prob(call: LogProb | LogProbBackward, threads: int = 1) -> bytes:
     )
 
 
-def pack_log_prob_alone(call: LogProb | LogProbBackward) -> bytes:
-    """The same after a call that says on which GPU the rows are."""
-    return _only(LOG_PROB_ONLY, call.logits, 1, call.rows, call.inner, call.hidden_size) + pack_log_prob(call)
+def pack_log_prob_alone(call: LogProb | LogProbBackward, threads: int = 1) -> bytes:
+    """The same after a call that says where the rows are."""
+    return _only(LOG_PROB_ONLY, call.logits, threads, call.rows, call.inner, call.hidden_size) + pack_log_prob(call)
 
 
 def pack_logarithm(x: Tensor, out: Tensor) -> bytes:

@@ -28,8 +28,9 @@ class Flag(IntEnum):
     QUANTIZED: a `struct fn_quantizer` follows in memory, which takes the rows of out; QUANTIZE_ONLY: it takes
     the rows of x, and there is nothing else. GATE_AFTER, GATE_BEFORE: a `struct fn_gate` follows, which takes
     the rows of out, or whose rows are taken as x, and rounded, with ROUND_NORM, to out's kind; GATE_ONLY: there
-    is nothing else. ROTATION_ONLY: a `struct fn_rotation` follows, and there is nothing else; for GPUs. CENTER:
-    rows are normalised less their means. LOG_PROB_ONLY: a `struct fn_log_prob` follows, and there is nothing else.
+    is nothing else. ROTATION_ONLY, LOG_PROB_ONLY: a `struct fn_rotation` or `fn_log_prob` follows, and there is
+    nothing else; for GPUs, and log-probabilities for Triton on CPUs too. CENTER: rows are normalised less their
+    means.
     """
 
     ROUND_SUM = 1

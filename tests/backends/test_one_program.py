@@ -415,7 +415,7 @@ def test_columns_of_gates(backend, make):
 #: What one program takes rows of any length of, in a loop.
 LOOPS = [("triton", make) for make in (norm, norm_in_place, two_norms, gated_norm, backward)]
 LOOPS += [("triton_cpu", make) for make in (norm, norm_in_place, gate, gated_norm, gate_backward, backward)]
-LOOPS += itertools.product(("triton", "triton_cpu"), (log_prob, log_prob_backward))
+LOOPS += [(name, make) for name in ("triton", "triton_cpu") for make in (log_prob, log_prob_backward)]
 
 
 @pytest.mark.skipif(EXECUTED, reason="the machine cannot leave out turns of loops")
