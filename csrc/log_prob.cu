@@ -71,7 +71,7 @@ extern "C" __global__ void BOUNDS log_prob(const Arguments a) {
             subtract(t, m);
 #pragma unroll
             for (int v = 0; v < VECTOR; v++) {
-                e[k][v] = a.inside(segment, k) ? exp_of(t[v]) : 0;
+                e[k][v] = exp_of(a.inside(segment, k) ? t[v] : -infinity());
                 z[k][v] = e[k][v] == 0 ? 0 : e[k][v] * t[v];
             }
         }
