@@ -9,6 +9,7 @@
 //
 // A kernel of gradients defines BACKWARD. tests/logarithm.py and tests/tangent.py compute the constants.
 #pragma once
+#define MANY_REGISTERS  // with fewer the compiler spills
 #include "exponential.cuh"
 #include "row.cuh"
 

@@ -1,7 +1,4 @@
 // The gradient of log-probabilities: the row is read once. That of all log-probabilities is read before, for its sum.
-#if CAPPED
-#define MANY_REGISTERS  // with fewer the compiler spills
-#endif
 #define BACKWARD 1
 #include "log_prob.cuh"
 
