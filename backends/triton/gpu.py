@@ -299,15 +299,20 @@ def rotation_variant(kind: RotationKind, lanes: int | None = None) -> Variant:
 def log_prob_variant(kind: LogProbKind, lanes: int | None = None) -> Variant:
     """The kernel of log-probabilities, or of their gradient, on GPUs with so many threads in a warp.
 
-    On this one if None. A program takes a row, in tiles as norms have them.
+    On this one if None. A program takes a row, in tiles as norms have them, of up to 32 elements to a thread; of 16 where
+    their steps need more registers.
     """
     lanes = lanes or warp_size()
-    _, segments, depth, width, vector, _, tiles = tiling(kind.hidden_size, kind.dtypes(), lanes, kind.alignment)
+    _, segments, depth, width, vector, *_ = tiling(kind.hidden_size, kind.dtypes(), lanes, kind.alignment)
+    gradients = kind.d is not None and kind.name != "log_softmax"
+    of_thread = 16 if gradients or kind.capped or kind.temperature is not None else 32
+    segments = min(segments, of_thread // 4)
+    tiles = ceiling(-(-kind.hidden_size // (segments * depth * width)))
     function, dtypes, constants = host.log_prob_parts(kind)
     constants |= {"TILES": tiles, "SEGMENTS": segments, "DEPTH": depth, "WIDTH": width, "VECTOR": vector}
     constants["PROCESSOR"] = None
-    warps, divisor = max(segments * depth * width // (lanes * 32), 1), math.gcd(kind.hidden_size, 16)
-    return _variant(kind, function, dtypes, constants, warps, 1, divisor=divisor)
+    warps = max(segments * depth * width // (lanes * of_thread), 1)
+    return _variant(kind, function, dtypes, constants, warps, 1, divisor=math.gcd(kind.hidden_size, 16))
 
 
 _CHOOSERS: dict[type, Callable[..., Any]] = {ForwardKind: forward_variant, BackwardKind: backward_variants}
