@@ -299,8 +299,8 @@ def rotation_variant(kind: RotationKind, lanes: int | None = None) -> Variant:
 def log_prob_variant(kind: LogProbKind, lanes: int | None = None) -> Variant:
     """The kernel of log-probabilities, or of their gradient, on GPUs with so many threads in a warp.
 
-    On this one if None. A program takes a row, in tiles as norms have them, of up to 32 elements to a thread; of 16 where
-    their steps need more registers.
+    On this one if None. A program takes a row, in tiles as norms have them, of 32 elements to a thread, or of 16 where
+    the steps before and after the exponential need more registers.
     """
     lanes = lanes or warp_size()
     _, segments, depth, width, vector, *_ = tiling(kind.hidden_size, kind.dtypes(), lanes, kind.alignment)
