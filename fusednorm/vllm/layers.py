@@ -292,7 +292,8 @@ def _class(cls: Any, layer: Layer, contract: str) -> Any:
                 "the engine normalises sums that are not rounded, and which norms get sums shows in their first eager "
                 "call: have it answer a request with enforce_eager=True, or set FUSEDNORM_VLLM=huggingface"
             )
-        ours = layer.by_provider or self._forward_method.__func__ is type(self).forward_cpu
+        method = getattr(self._forward_method, "__func__", None)  # a function where the layer is disabled
+        ours = layer.by_provider or method is type(self).forward_cpu
         return [step] if step is not None and ours and of_rows in _FLOATS else []
 
     members: dict[str, Any] = {"__init__": init, "forward_cpu": forward, "_fusednorm_steps": steps}

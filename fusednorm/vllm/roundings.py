@@ -31,7 +31,7 @@ _TABLE: dict[str, dict[str, tuple[Any, Any, Any]]] = {
     "gate in steps": {"round_steps": (True, False, True)},
 }
 
-#: What was found of a family, by the text of a model's configuration.
+#: The roundings of a family, by the text of a model's configuration.
 _FAMILIES: dict[str, Roundings] = {}
 
 

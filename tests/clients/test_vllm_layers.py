@@ -387,3 +387,60 @@ def test_compiled(vllms):
     with layers._first(ops, "fusednorm"):
         compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
         assert all(map(torch.equal, compiled(qkv), step(qkv)))
+
+
+def engines_model():
+    """Layers of vLLM as a model of it holds them: a gate and a rotation within others."""
+    from vllm.model_executor.layers.activation import SiluAndMul
+    from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    rotary = RotaryEmbedding(64, 64, 128, 10000.0, True, torch.bfloat16)
+    layers = [torch.nn.Module() for _ in range(2)]
+    for layer in layers:
+        layer.rotary_emb, layer.act_fn = rotary, SiluAndMul()
+    norms = {"norm": RMSNorm(64, dtype=torch.bfloat16), "gemma": GemmaRMSNorm(64).bfloat16()}
+    return torch.nn.ModuleDict({"layers": torch.nn.ModuleList(layers), **norms})
+
+
+def contract_of(model):
+    from vllm.ir import ops
+
+    order = {"vllm": "fusednorm", "huggingface": "fusednorm_huggingface", "off": "native"}
+    with layers._first(ops, order[model.contract]):
+        return [str(step).removesuffix(", bfloat16") for step in fusednorm.contract(model, torch.bfloat16).steps]
+
+
+def test_contract_of_the_familys_rounding(vllms, monkeypatch):
+    """A rotation that layers share is a step of each. Norms are listed where vLLM prefers a provider of fusednorm's."""
+    monkeypatch.setenv("FUSEDNORM_VLLM", "huggingface")
+    plugin.register()
+    model = engines_model()
+    within = [f"layers.{i}: {step}" for i in range(2) for step in ("rotate(round_products=True)", "silu_and_mul()")]
+    norms = ["norm: rms_norm(eps=1e-06, round_norm=True)", "gemma: rms_norm(eps=1e-06, weight_offset=1.0)"]
+    model.contract = "huggingface"
+    assert contract_of(model) == within + norms
+    model.contract = "off"
+    assert contract_of(model) == within
+    vllms.compilation_config.custom_ops = ["none"]
+    model = engines_model()
+    model.contract = "huggingface"
+    assert contract_of(model) == norms
+
+
+def test_contract_of_vllms_rounding(vllms):
+    """Which norms get sums shows in their calls, and is no guess before."""
+    plugin.register()
+    model = engines_model()
+    model.contract = "vllm"
+    x = torch.randn(4, 64).bfloat16()
+    with pytest.raises(RuntimeError, match="have it answer a request with enforce_eager=True, or set"):
+        contract_of(model)
+    for residual, words in ((x, "fused_add_rms_norm"), (None, "rms_norm")):
+        for norm in (model["norm"], model["gemma"]):
+            norm(x.clone(), None if residual is None else residual.clone())
+        summed = ", round_sum=False" * (residual is not None)
+        assert contract_of(model)[-2:] == [
+            f"norm: {words}(eps=1e-06, round_norm=True{summed})",
+            f"gemma: {words}(eps=1e-06{summed}, weight_offset=1.0)",
+        ]
