@@ -263,6 +263,14 @@ def test_the_digest_changes_with_the_bits(one, other):
     assert digest(one) != digest(other)
 
 
+def test_the_sequence_of_modules_does_not_matter():
+    """An engine's model may hold them in another one."""
+    names, norms = ("first", "second"), (RMSNorm(8, **NORM), RMSNorm(8, 1e-6, dtype=BF16))
+    one, other = (torch.nn.ModuleDict(dict(list(zip(names, norms, strict=True))[::step])) for step in (1, -1))
+    assert [step.name for step in fusednorm.contract(other).steps] == ["second", "first"]
+    assert fusednorm.contract(one).digest == fusednorm.contract(other).digest
+
+
 def test_the_digest_is_that_of_the_specification_and_the_steps(monkeypatch):
     """Of no file: golden vectors may be added, and written in another way, while no bit changes."""
     one = RMSNorm(8, **NORM)
