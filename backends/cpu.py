@@ -22,7 +22,7 @@ DEVICES = ("cpu",)
 
 KNOWS = frozenset(("norm_before_add", "affine", "x_scale", "quantize", "round_scale", "gate", "norm_gated", "rotate"))
 KNOWS |= {"gate_steps", "gate_interleaved", "softcap", "affine_backward", "gate_backward", "norm_gated_backward"}
-KNOWS |= {"center", "log_prob", "log_prob_backward"}
+KNOWS |= {"center", "log_prob", "log_prob_backward", "log_prob_parts"}
 
 #: The type of device whose tensors the fast path takes to this backend; None if there is no fast path.
 fast_path: str | None = None

@@ -51,9 +51,10 @@ enum fn_gate_order {
     FN_ALONE = 0, FN_AND_MUL = 1, FN_NORM_FIRST = 2, FN_GATE_FIRST = 3, FN_FUNCTION = 4
 };
 
-/* The operations with log-probabilities. LOGARITHM: of each number, for tests. */
+/* The operations with log-probabilities. LOGARITHM: of each number, for tests. SUMS: of a row's segments. */
 enum fn_log_prob_of {
-    FN_LOG_SOFTMAX = 0, FN_LOGSUMEXP = 1, FN_SELECTED = 2, FN_SELECTED_AND_ENTROPY = 3, FN_LOGARITHM = 4
+    FN_LOG_SOFTMAX = 0, FN_LOGSUMEXP = 1, FN_SELECTED = 2, FN_SELECTED_AND_ENTROPY = 3, FN_LOGARITHM = 4,
+    FN_SUMS = 5
 };
 
 /* Flags of a rotation, beside ROUND_NORM. */

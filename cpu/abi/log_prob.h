@@ -9,7 +9,7 @@
 /*
  * The operands. OUT: rows of log_softmax, or its input's gradient, or numbers. D is of rows or of numbers. Numbers of ids have
  * `count` for each row, the others one; they follow each other, but the stride of TEMPERATURE, D and DH may be 0, where all
- * numbers are one. M and S may be absent in a forward pass.
+ * numbers are one. M and S may be absent in a forward pass. For SUMS, m is given, and OUT and H have one for each segment.
  */
 enum {
     FN_LOGITS, FN_LOG_PROB_OUT, FN_LOG_PROB_IDS, FN_LOG_PROB_TEMPERATURE, FN_LOG_PROB_M, FN_LOG_PROB_S, FN_LOG_PROB_H,
@@ -21,6 +21,7 @@ struct fn_log_prob {
     int64_t wide; /* whether all is computed in float64 */
     int64_t threads, rows, inner, hidden; /* as in struct fn_call */
     int64_t id_size, count; /* the bytes of an id, and how many there are of each row */
+    int64_t first, size; /* of a part of a row: the place of its first logit in the row, and the whole row's length; else 0 */
     int64_t ignores, ignore_index; /* whether there is an id that is ignored, and that */
     double softcap; /* 0: there is none */
     struct fn_operand operand[FN_LOG_PROB_OPERANDS];

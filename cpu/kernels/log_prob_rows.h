@@ -82,8 +82,8 @@ static REAL OF(sum_of_sums)(REAL *sums, int64_t count) {
     return sums[0];
 }
 
-/* s, the sum of exponentials; and, where `of_z` has room, that of z, in of_z[0]. */
-static REAL OF(sum_of_exponentials)(const struct OF(logits) *row, int64_t n, REAL m, REAL *sums, REAL *of_z) {
+/* The sums of the exponentials of each segment; and, where `of_z` has room, those of z. Returns how many there are. */
+static int64_t OF(sums_of_exponentials)(const struct OF(logits) *row, int64_t n, REAL m, REAL *sums, REAL *of_z) {
     _Alignas(64) REAL t[FN_SEGMENT], e[FN_SEGMENT], z[FN_SEGMENT];
     int64_t segments = 0;
     for (int64_t i = 0; i < n; i += FN_SEGMENT, segments++) {
@@ -101,8 +101,16 @@ static REAL OF(sum_of_exponentials)(const struct OF(logits) *row, int64_t n, REA
         }
         sums[segments] = OF(sum_segment)(by_parity, e);
     }
-    if (of_z) of_z[0] = OF(sum_of_sums)(of_z, segments);
-    return OF(sum_of_sums)(sums, segments);
+    return segments;
+}
+
+/* Of a part of a row, whose m is given: the sums of its segments, which other parts take. */
+static void OF(log_prob_sums)(const struct fn_log_prob *job, const struct OF(logits) *row, int64_t at, char *out) {
+    const struct fn_operand *o = job->operand;
+    const int64_t first = at * ((job->hidden + FN_SEGMENT - 1) / FN_SEGMENT);
+    REAL *const of_z = o[FN_LOG_PROB_H].kind == NONE ? NULL : (REAL *)o[FN_LOG_PROB_H].address + first;
+    const REAL m = ((const REAL *)o[FN_LOG_PROB_M].address)[at];
+    OF(sums_of_exponentials)(row, job->hidden, m, (REAL *)out + first, of_z);
 }
 
 static void OF(log_prob_forward)(const struct fn_log_prob *job, const struct OF(logits) *row, int64_t at, char *out, REAL *sums) {
@@ -110,7 +118,8 @@ static void OF(log_prob_forward)(const struct fn_log_prob *job, const struct OF(
     REAL t[FN_SEGMENT];
     REAL *const of_z = job->operation == FN_SELECTED_AND_ENTROPY ? sums + fn_log_prob_sums(job->hidden) : NULL;
     REAL m = OF(greatest_of)(row, job->hidden);
-    const REAL s = OF(sum_of_exponentials)(row, job->hidden, m, sums, of_z), log_s = OF(log_of)(s);
+    const int64_t segments = OF(sums_of_exponentials)(row, job->hidden, m, sums, of_z);
+    const REAL s = OF(sum_of_sums)(sums, segments), log_s = OF(log_of)(s);
     if (s != s && OF(has_nan)(row, job->hidden)) m = (REAL)NAN;
     if (o[FN_LOG_PROB_M].kind) {
         ((REAL *)o[FN_LOG_PROB_M].address)[at] = m;
@@ -137,14 +146,14 @@ static void OF(log_prob_forward)(const struct fn_log_prob *job, const struct OF(
             counted |= !ignored;
             ((REAL *)out)[k] = lp;
         }
-        if (of_z) ((REAL *)o[FN_LOG_PROB_H].address)[at] = counted ? log_s - of_z[0] / s : 0;
+        if (of_z) ((REAL *)o[FN_LOG_PROB_H].address)[at] = counted ? log_s - OF(sum_of_sums)(of_z, segments) / s : 0;
     }
 }
 
 /* The gradient of the log-probability of id `id`; 0 where it is ignored. */
 static REAL OF(d_of)(const struct fn_log_prob *job, int64_t k, int64_t id) {
     if (fn_is_ignored(job, id)) return 0;
-    return id >= 0 && id < job->hidden ? (REAL)number_at(&job->operand[FN_LOG_PROB_D], k) : (REAL)NAN;
+    return id >= 0 && id < (job->size ? job->size : job->hidden) ? (REAL)number_at(&job->operand[FN_LOG_PROB_D], k) : (REAL)NAN;
 }
 
 /* a of the element `id`, whose probability is p. */
@@ -208,8 +217,8 @@ static void OF(log_prob_backward)(const struct fn_log_prob *job, const struct OF
             FN_VECTORS()
             for (int j = 0; j < n; j++) dt[j] = sum * (0 - e[j] / s);
             for (int64_t k = at * job->count; k < (at + 1) * job->count; k++) {
-                const int64_t id = fn_id_at(job, k);
-                if (id >= i && id < i + n) dt[id - i] = OF(a_of)(job, at, id, e[id - i] / s);
+                const int64_t id = fn_id_at(job, k), begin = job->first + i;
+                if (id >= begin && id < begin + n) dt[id - begin] = OF(a_of)(job, at, id, e[id - begin] / s);
             }
         }
         if (entropy) {
@@ -239,6 +248,8 @@ static void OF(log_prob_row)(const struct fn_log_prob *job, int64_t at, const ch
     if (row.divides) row.temperature = (REAL)number_at(&o[FN_LOG_PROB_TEMPERATURE], at);
     if (job->operation == FN_LOGARITHM) {
         for (int64_t i = 0; i < job->hidden; i++) ((REAL *)out)[at * job->hidden + i] = OF(log_of)(((const REAL *)x)[i]);
+    } else if (job->operation == FN_SUMS) {
+        OF(log_prob_sums)(job, &row, at, out);
     } else if (job->pass == FN_BACKWARD) {
         OF(log_prob_backward)(job, &row, at, out, d, sums);
     } else {

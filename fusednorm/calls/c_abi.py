@@ -295,12 +295,13 @@ def pack_rotation(call: Rotate) -> bytes:
     return _only(ROTATION_ONLY, call.heads[0].x, 1, call.rows, call.inner, call.size) + pack_rotate(call)
 
 
-_LOG_PROB, _NUMBERS = struct.Struct("=11qd36q"), (0, 1)
+_LOG_PROB, _NUMBERS = struct.Struct("=13qd36q"), (0, 1)
 _OF_LOG_PROB = {
     "log_softmax": LogProbOf.LOG_SOFTMAX.value,
     "logsumexp": LogProbOf.LOGSUMEXP.value,
     "selected": LogProbOf.SELECTED.value,
     "selected_and_entropy": LogProbOf.SELECTED_AND_ENTROPY.value,
+    "sums": LogProbOf.SUMS.value,
 }
 
 
@@ -311,16 +312,18 @@ def pack_log_prob(call: LogProb | LogProbBackward, threads: int = 1) -> bytes:
     count = 0 if ids is None else ids.numel() // call.rows
     if isinstance(call, LogProbBackward):
         of_logits, of_out, of_d = call.strides
+        first, size = call.part
         out, d_entropy = _operand(call.dx, of_out), _operand(call.d_entropy, _NUMBERS)
         d = _operand(call.d, of_d if call.name == "log_softmax" else _NUMBERS)
     else:
         of_logits, of_out = call.strides
+        first, size = 0, 0
         out, d, d_entropy = _operand(call.out, of_out), _ABSENT, _ABSENT
     ignored = call.ignore_index
     return _LOG_PROB.pack(
         *(backward, _OF_LOG_PROB[call.name], call.logits.dtype == torch.float64),
         *(threads, call.rows, call.inner, call.hidden_size),
-        *(of_id, count, ignored is not None, ignored or 0, call.softcap),
+        *(of_id, count, first, size, ignored is not None, ignored or 0, call.softcap),
         *_operand(call.logits, of_logits),
         *out,
         *(0, 0 if ids is None else ids.data_ptr(), 0, 0),
@@ -339,7 +342,7 @@ def pack_log_prob_alone(call: LogProb | LogProbBackward, threads: int = 1) -> by
 def pack_logarithm(x: Tensor, out: Tensor) -> bytes:
     """The logarithm of each number, of contiguous float32 or float64; for tests, because no operation is it alone."""
     numbers = LogProbOf.LOGARITHM.value, x.dtype == torch.float64, 1, 1, 1, x.numel()
-    return _LOG_PROB.pack(0, *numbers, *[0] * 4, 0.0, *_operand(x), *_operand(out), *[0] * 28)
+    return _LOG_PROB.pack(0, *numbers, *[0] * 6, 0.0, *_operand(x), *_operand(out), *[0] * 28)
 
 
 #: How C takes each call; a GPU's launcher takes some with a call before that says on which GPU.

@@ -99,13 +99,14 @@ class GateOrder(IntEnum):
 
 
 class LogProbOf(IntEnum):
-    """The operations with log-probabilities. LOGARITHM: of each number, for tests."""
+    """The operations with log-probabilities. LOGARITHM: of each number, for tests. SUMS: of a row's segments."""
 
     LOG_SOFTMAX = 0
     LOGSUMEXP = 1
     SELECTED = 2
     SELECTED_AND_ENTROPY = 3
     LOGARITHM = 4
+    SUMS = 5
 
 
 class RotationFlag(IntEnum):

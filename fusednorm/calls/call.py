@@ -68,8 +68,8 @@ class Step(NamedTuple):
     """A step beside the norm, in the same call of a backend, or in its place."""
 
     #: "quantize", "gate", "norm_gated", "rotate" or "log_prob"; of gradients "affine_backward", "gate_backward",
-    #: "norm_gated_backward" or "log_prob_backward". A norm of rows is then the operation that decides the backend of
-    #: those rows.
+    #: "norm_gated_backward" or "log_prob_backward"; and "log_prob_parts", both of parts of rows. A norm of rows is then
+    #: the operation that decides the backend of those rows.
     name: str
     #: Of "quantize".
     quantization: Quantization | None = None
@@ -516,7 +516,8 @@ class NormGatedBackward(NamedTuple):
 class LogProb(NamedTuple):
     """Log-probabilities: docs/spec.md, section 11. ``inner`` and ``strides`` are as in :class:`Forward`."""
 
-    #: "log_softmax", "logsumexp", "selected", or "selected_and_entropy".
+    #: "log_softmax", "logsumexp", "selected", or "selected_and_entropy"; or "sums", of a part of a row: ``m`` is given,
+    #: ``out`` receives the sums of exponentials of each segment, and ``entropy`` those that the entropy takes.
     name: str
     #: [..., N].
     logits: Tensor
@@ -531,7 +532,8 @@ class LogProb(NamedTuple):
     out: Tensor
     #: [...], of the accumulator type and contiguous, receive the greatest number and the sum of each row.
     m: Tensor
-    s: Tensor
+    #: None for "sums".
+    s: Tensor | None
     #: The same for the entropy, or None.
     entropy: Tensor | None
     hidden_size: int
@@ -559,6 +561,8 @@ class LogProbBackward(NamedTuple):
     entropy: Tensor | None
     #: [..., N] of the dtype of logits, contiguous, receives the gradient.
     dx: Tensor
+    #: Where the logits begin in a row of which they may be a part, and the length of that row, to which ids belong.
+    part: tuple[int, int]
     hidden_size: int
     rows: int
     inner: int

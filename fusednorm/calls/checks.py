@@ -201,6 +201,21 @@ def check_cap(cap: object, z: Tensor, name: str = "cap", cure: str = "without a 
         )
 
 
+def check_ids(size: int, ids: Tensor, ignore_index: int | None) -> None:
+    """That each id in a CPU's memory has an element, unless it is ignored; a GPU would have to be waited for."""
+    if ids.device.type != "cpu":
+        return
+    outside = (ids < 0) | (ids >= size)
+    if ignore_index is not None:
+        outside &= ids != ignore_index
+    if outside.any():
+        cure = "" if ignore_index is None else f" or ignore_index={ignore_index}"
+        raise IndexError(
+            f"ids must be from 0 to {size - 1}, the places in a row of logits{cure}, got {int(ids[outside][0])}; "
+            "pass ignore_index for an id that is to be ignored"
+        )
+
+
 def check_gate_numbers(limit: float | None, alpha: float, up_offset: float, clamp: str) -> tuple[float, float, float]:
     """The numbers of a gate's optional steps as floats; the limit is 0 where there is none."""
     most = 0.0 if limit is None else number("limit", limit)

@@ -12,6 +12,7 @@ from fusednorm.calls.checks import check_kept
 from fusednorm.calls.memory import in_levels, packed
 from fusednorm.engine.choose import Chosen
 from fusednorm.engine.execute import whole_of
+from fusednorm.reference.norm import SEGMENT
 
 
 class Found(NamedTuple):
@@ -55,7 +56,7 @@ def forward(
     backend = backend_of(logits, "log_prob")
     if backend is None:
         return None
-    size, rows, wide = logits.shape[-1], logits.shape[:-1], accumulator(logits.dtype)
+    rows, wide = logits.shape[:-1], accumulator(logits.dtype)
 
     def numbers(shape: torch.Size = rows) -> Tensor:
         return torch.empty(shape, dtype=wide, device=logits.device)
@@ -65,28 +66,57 @@ def forward(
     else:
         out = numbers(rows if selecting.ids is None else selecting.ids.shape)
     entropy, m, s = numbers() if name == "selected_and_entropy" else None, numbers(), numbers()
-    if rows.numel():
-        layout: Any = in_levels((), (logits,))
-        inner, (of_logits,), (given,) = layout
-        backend.forward(
-            LogProb(
-                name=name,
-                logits=given,
-                ids=_packed(selecting.ids),
-                temperature=_packed(selecting.temperature),
-                softcap=selecting.softcap or 0.0,
-                ignore_index=selecting.ignore_index,
-                out=out,
-                m=m,
-                s=s,
-                entropy=entropy,
-                hidden_size=size,
-                rows=rows.numel(),
-                inner=inner,
-                strides=(of_logits, (inner * size, size)),
-            )
-        )
+    _run(backend, name, logits, selecting, out, m, s, entropy)
     return Found(out, entropy, m, s)
+
+
+def _run(
+    backend: Chosen,
+    name: str,
+    logits: Tensor,
+    selecting: Selecting,
+    out: Tensor,
+    m: Tensor,
+    s: Tensor | None,
+    entropy: Tensor | None,
+) -> None:
+    size, rows = logits.shape[-1], logits.shape[:-1].numel()
+    if not rows:
+        return
+    layout: Any = in_levels((), (logits,))
+    inner, (of_logits,), (given,) = layout
+    backend.forward(
+        LogProb(
+            name=name,
+            logits=given,
+            ids=_packed(selecting.ids),
+            temperature=_packed(selecting.temperature),
+            softcap=selecting.softcap or 0.0,
+            ignore_index=selecting.ignore_index,
+            out=out,
+            m=m,
+            s=s,
+            entropy=entropy,
+            hidden_size=size,
+            rows=rows,
+            inner=inner,
+            strides=(of_logits, (inner * size, size)),
+        )
+    )
+
+
+def sums_of_segments(logits: Tensor, selecting: Selecting, m: Tensor, entropy: bool) -> list[Tensor] | None:
+    """The sums of a part of rows that begins with a segment, [..., segments]; with ``entropy`` also those of its terms.
+
+    None: the formula computes them.
+    """
+    backend = backend_of(logits, "log_prob_parts")
+    if backend is None:
+        return None
+    shape = (*logits.shape[:-1], -(-logits.shape[-1] // SEGMENT))
+    found = [torch.empty(shape, dtype=m.dtype, device=m.device) for _ in range(1 + entropy)]
+    _run(backend, "sums", logits, selecting, found[0], packed(m), None, found[1] if entropy else None)
+    return found
 
 
 def backward(
@@ -98,9 +128,13 @@ def backward(
     s: Tensor,
     entropy: Tensor | None = None,
     selecting: Selecting = NOTHING,
+    part: tuple[int, int] | None = None,
 ) -> Tensor | None:
-    """The gradient of logits; None: the formula computes it."""
-    backend = backend_of(logits, "log_prob_backward")
+    """The gradient of logits; None: the formula computes it.
+
+    ``part``: of logits that are a part of rows, where they begin there, and the length of whole rows.
+    """
+    backend = backend_of(logits, "log_prob_backward" if part is None else "log_prob_parts")
     if backend is None:
         return None
     check_kept((d, d_entropy), (logits, m, s, entropy, *selecting[:2]))
@@ -126,6 +160,7 @@ def backward(
                 s=packed(s),
                 entropy=_packed(entropy),
                 dx=dx,
+                part=part or (0, size),
                 hidden_size=size,
                 rows=rows,
                 inner=inner,

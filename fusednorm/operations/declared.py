@@ -31,6 +31,10 @@ class Operation(Operator):
         #: Its public functions, by name. The name of one that works in place ends in an underscore.
         self.functions: dict[str, Callable[..., Any]] = {}
 
+    def of_parts(self, *arguments: Any) -> tuple[Tensor, ...] | None:
+        """The results for DTensors whose rows lie in parts, where ranks have a way to leave them there."""
+        return None
+
     def public(self, function: _Function) -> _Function:
         """Adds a function that users call, with operands, flags and outputs of the declared names."""
         self.functions[function.__name__] = function
@@ -63,7 +67,8 @@ class Operation(Operator):
             if records or (is_grad_enabled() and any(t.requires_grad for t in outputs)):
                 refuse_grad(name)
         if seen:
-            found = self.dispatched(*tensors, *flags)
+            found = None if is_dynamo_compiling() else self.of_parts(*tensors, *flags)
+            found = self.dispatched(*tensors, *flags) if found is None else found
         elif records or listener is Listener.TRANSFORM:
             found = cast(Any, self.recorded).apply(*tensors, *flags)
         else:

@@ -15,13 +15,14 @@ from torch.compiler import is_dynamo_compiling
 from fusednorm.calls import must_be_seen
 from fusednorm.calls.c_enums import LogProbOf
 from fusednorm.calls.call import accumulator
-from fusednorm.calls.checks import check_cap, number, refuse_type
+from fusednorm.calls.checks import check_cap, check_ids, number, refuse_type
 from fusednorm.calls.declared import Declaration, Operand, Result, Role
 from fusednorm.calls.fast_path import Entry
 from fusednorm.engine import log_prob
 from fusednorm.engine.log_prob import Selecting
 from fusednorm.operations.declared import Operation, dtype_of
 from fusednorm.reference import log_prob as reference
+from fusednorm.torch_ops import dtensor_bridge
 
 #: The greatest number and the sum of exponentials of each row, which gradients take.
 _SUMS = (Result("m", Role.NUMBERS, kept=True), Result("s", Role.NUMBERS, kept=True))
@@ -45,22 +46,6 @@ _SELECTING: dict[str, Any] = {
 def _check_softcap(logits: Tensor, *_: Any, softcap: float | None, **__: Any) -> None:
     if softcap is not None:
         check_cap(softcap, logits, "softcap", "leave it out for none")
-
-
-def _check_ids(logits: Tensor, ids: Tensor, ignore_index: int | None) -> None:
-    """That each id in a CPU's memory has an element, unless it is ignored; a GPU would have to be waited for."""
-    if ids.device.type != "cpu":
-        return
-    size = logits.shape[-1]
-    outside = (ids < 0) | (ids >= size)
-    if ignore_index is not None:
-        outside &= ids != ignore_index
-    if outside.any():
-        cure = "" if ignore_index is None else f" or ignore_index={ignore_index}"
-        raise IndexError(
-            f"ids must be from 0 to {size - 1}, the places in a row of logits{cure}, got {int(ids[outside][0])}; "
-            "pass ignore_index for an id that is to be ignored"
-        )
 
 
 def _run_log_softmax(logits: Tensor, out_dtype: torch.dtype | None) -> tuple[Tensor, ...]:
@@ -122,7 +107,7 @@ def _run_selecting(name: str, formula: Callable[..., tuple[Tensor, ...]]) -> Cal
 
     def run(logits: Tensor, *others: Any) -> tuple[Tensor, ...]:
         selecting = Selecting(*others)
-        _check_ids(logits, cast(Tensor, selecting.ids), selecting.ignore_index)
+        check_ids(logits.shape[-1], cast(Tensor, selecting.ids), selecting.ignore_index)
         found = log_prob.forward(name, logits, selecting)
         if found is None:
             return formula(logits, *others)
@@ -183,6 +168,10 @@ class _Operation(Operation):
         given = [others.get(name) for name in self._names[1:]]
         found = cast(Any, self.recorded).record(logits, *given)[: len(self.declaration.returned)]
         return found if len(found) > 1 else found[0]
+
+    def of_parts(self, *arguments: Any) -> tuple[Tensor, ...] | None:
+        """By an exchange of sums."""
+        return dtensor_bridge.of_parts_of_logits(self, arguments)
 
 
 _LOG_SOFTMAX = _Operation(

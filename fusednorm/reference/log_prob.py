@@ -113,10 +113,10 @@ class Log(torch.autograd.Function):
             return tangent / primals(ctx)[0]  # type: ignore[no-any-return]
 
 
-def _arguments(
+def arguments(
     logits: Tensor, temperature: Tensor | None, softcap: float | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Of a block: the logits that the softmax takes, the temperature, and the slope of the softcap, or None."""
+    """Of [rows, n]: the logits that the softmax takes, the temperature, and the slope of the softcap, or None."""
     t = logits.to(accumulator(logits.dtype))
     slope = None
     if softcap is not None:
@@ -141,7 +141,8 @@ class Sums(NamedTuple):
         return Log.apply(self.s).unsqueeze(-1)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _exponentials(t: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+def exponentials(t: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+    """t - m, and its exponential."""
     below = t - m.unsqueeze(-1)
     return below, Exp.apply(below)  # type: ignore[no-untyped-call]
 
@@ -149,7 +150,7 @@ def _exponentials(t: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
 def _sums(t: Tensor) -> Sums:
     # No result changes with m, so it needs no derivative; a NaN wins.
     m = t.detach().amax(-1)
-    below, e = _exponentials(t, m)
+    below, e = exponentials(t, m)
     return Sums(below, e, m, treesum(e))
 
 
@@ -158,7 +159,7 @@ def by_blocks(
 ) -> tuple[Tensor, ...]:
     """The results of a function of [rows, N] and others, [rows, ...], for tensors [..., N] and others."""
     shape = logits.shape[:-1]
-    count, block = shape.numel(), max(1, BLOCK // logits.shape[-1])
+    count, block = shape.numel(), max(1, BLOCK // max(1, logits.shape[-1]))
 
     def of_rows(tensor: Tensor) -> Tensor:
         return tensor.reshape((count, *tensor.shape[len(shape) :]))
@@ -176,7 +177,7 @@ def log_softmax(logits: Tensor, out_dtype: torch.dtype | None) -> tuple[Tensor, 
     """Log-probabilities of all elements, [..., N], and m and s."""
 
     def of_block(rows: Tensor) -> tuple[Tensor, ...]:
-        sums = _sums(_arguments(rows, None, None)[0])
+        sums = _sums(arguments(rows, None, None)[0])
         return rounded(sums.below - sums.log_s, out_dtype or rows.dtype), sums.m, sums.s
 
     y, m, s = by_blocks(of_block, logits)
@@ -185,31 +186,42 @@ def log_softmax(logits: Tensor, out_dtype: torch.dtype | None) -> tuple[Tensor, 
 
 def log_softmax_gradient(d: Tensor, logits: Tensor, m: Tensor, s: Tensor, needs: list[bool]) -> tuple[Tensor | None]:
     """The gradient of the logits, [..., N]."""
+    return (log_softmax_gradient_of(d, logits, m, s, None),) if needs[0] else (None,)
 
-    def of_block(rows: Tensor, d: Tensor, m: Tensor, s: Tensor) -> tuple[Tensor]:
+
+def log_softmax_gradient_of(d: Tensor, logits: Tensor, m: Tensor, s: Tensor, total: Tensor | None) -> Tensor:
+    """The same; ``total``: the sums of whole rows of d, [...], where these are parts of rows."""
+
+    def of_block(rows: Tensor, d: Tensor, m: Tensor, s: Tensor, total: Tensor | None) -> tuple[Tensor]:
         wide = d.to(m.dtype)
-        p = _exponentials(rows.to(m.dtype), m)[1] / s.unsqueeze(-1)
-        return (rounded(wide - p * treesum(wide).unsqueeze(-1), rows.dtype),)
+        p = exponentials(rows.to(m.dtype), m)[1] / s.unsqueeze(-1)
+        total = treesum(wide) if total is None else total
+        return (rounded(wide - p * total.unsqueeze(-1), rows.dtype),)
 
-    return by_blocks(of_block, logits, d, m, s) if needs[0] else (None,)  # type: ignore[return-value]
+    return by_blocks(of_block, logits, d, m, s, total)[0]
 
 
 def logsumexp(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The logarithm of the sum of exponentials of each row, [...], and m and s."""
 
     def of_block(rows: Tensor) -> tuple[Tensor, ...]:
-        sums = _sums(_arguments(rows, None, None)[0])
-        return torch.where(sums.m.isinf(), sums.m, sums.m + sums.log_s.squeeze(-1)), sums.m, sums.s
+        sums = _sums(arguments(rows, None, None)[0])
+        return logsumexp_of(sums.m, sums.log_s), sums.m, sums.s
 
     lse, m, s = by_blocks(of_block, logits)
     return lse, m, s
+
+
+def logsumexp_of(m: Tensor, log_s: Tensor) -> Tensor:
+    """The logarithm of the sum of exponentials, [...], by m and by log(s), [..., 1]."""
+    return torch.where(m.isinf(), m, m + log_s.squeeze(-1))
 
 
 def logsumexp_gradient(d: Tensor, logits: Tensor, m: Tensor, s: Tensor, needs: list[bool]) -> tuple[Tensor | None]:
     """The gradient of the logits, [..., N]."""
 
     def of_block(rows: Tensor, d: Tensor, m: Tensor, s: Tensor) -> tuple[Tensor]:
-        p = _exponentials(rows.to(m.dtype), m)[1] / s.unsqueeze(-1)
+        p = exponentials(rows.to(m.dtype), m)[1] / s.unsqueeze(-1)
         return (rounded(d.to(m.dtype).unsqueeze(-1) * p, rows.dtype),)
 
     return by_blocks(of_block, logits, d, m, s) if needs[0] else (None,)  # type: ignore[return-value]
@@ -226,11 +238,27 @@ class Chosen(NamedTuple):
     counted: Tensor
 
 
-def _chosen(ids: Tensor, size: int, ignore_index: int | None) -> Chosen:
+def chosen_of(ids: Tensor, size: int, ignore_index: int | None) -> Chosen:
+    """The ids of rows of so many elements."""
     ids = ids.to(torch.int64)
     counted = torch.ones_like(ids, dtype=torch.bool) if ignore_index is None else ids != ignore_index
     there = (ids >= 0) & (ids < size)
     return Chosen(torch.where(there, ids, 0), there, counted)
+
+
+def entropy_terms(below: Tensor, e: Tensor) -> Tensor:
+    """``z`` of the specification, by t - m and its exponential."""
+    return torch.where(e == 0, 0, e * torch.where(e == 0, 0, below))
+
+
+def log_prob_of(below: Tensor, log_s: Tensor, chosen: Chosen) -> Tensor:
+    """The log-probabilities of ids, by their t - m, [..., K], and log(s), [..., 1]."""
+    return torch.where(chosen.counted, torch.where(chosen.there, below - log_s, torch.nan), 0)
+
+
+def entropy_of(log_s: Tensor, total: Tensor, s: Tensor, chosen: Chosen) -> Tensor:
+    """The entropy, [...], by log(s), [..., 1], the sum of z, and s."""
+    return torch.where(chosen.counted.any(-1), log_s.squeeze(-1) - total / s, 0)
 
 
 def selected(
@@ -246,15 +274,13 @@ def selected(
     several = ids.dim() == logits.dim()
 
     def of_block(rows: Tensor, ids: Tensor, temperature: Tensor | None) -> tuple[Tensor, ...]:
-        chosen = _chosen(ids, rows.shape[-1], ignore_index)
-        sums = _sums(_arguments(rows, temperature, softcap)[0])
-        lp = torch.where(chosen.there, sums.below.gather(-1, chosen.places) - sums.log_s, torch.nan)
-        lp = torch.where(chosen.counted, lp, 0)
+        chosen = chosen_of(ids, rows.shape[-1], ignore_index)
+        sums = _sums(arguments(rows, temperature, softcap)[0])
+        lp = log_prob_of(sums.below.gather(-1, chosen.places), sums.log_s, chosen)
         if not entropy:
             return lp, sums.m, sums.s
-        z = torch.where(sums.e == 0, 0, sums.e * torch.where(sums.e == 0, 0, sums.below))
-        h = sums.log_s.squeeze(-1) - treesum(z) / sums.s
-        return lp, torch.where(chosen.counted.any(-1), h, 0), sums.m, sums.s
+        total = treesum(entropy_terms(sums.below, sums.e))
+        return lp, entropy_of(sums.log_s, total, sums.s, chosen), sums.m, sums.s
 
     lp, *others = by_blocks(of_block, logits, ids if several else ids.unsqueeze(-1), temperature)
     return lp if several else lp.squeeze(-1), *others
@@ -271,6 +297,7 @@ def selected_gradient(
     entropy: Tensor | None,
     softcap: float | None,
     ignore_index: int | None,
+    part: tuple[int, int] | None = None,
 ) -> Tensor:
     """The gradient of the logits, [..., N].
 
@@ -285,6 +312,7 @@ def selected_gradient(
         entropy: the same, where there is its gradient.
         softcap: as in :func:`selected`.
         ignore_index: the same.
+        part: of logits that are a part of rows, where they begin there, and the length of whole rows.
     """
     if ids.dim() < logits.dim():
         d, ids = d.unsqueeze(-1), ids.unsqueeze(-1)
@@ -299,12 +327,12 @@ def selected_gradient(
         s: Tensor,
         h: Tensor | None,
     ) -> tuple[Tensor]:
-        chosen = _chosen(ids, rows.shape[-1], ignore_index)
-        t, divisor, slope = _arguments(rows, temperature, softcap)
-        below, e = _exponentials(t, m)
+        chosen = chosen_of(ids, rows.shape[-1] if part is None else part[1], ignore_index)
+        t, divisor, slope = arguments(rows, temperature, softcap)
+        below, e = exponentials(t, m)
         p = e / s.unsqueeze(-1)
         wide = torch.where(chosen.counted, torch.where(chosen.there, d.to(m.dtype), torch.nan), 0)
-        dt = _of_places(wide, chosen.places, p)
+        dt = _of_places(wide, chosen.places, p) if part is None else _of_part(wide, chosen.places - part[0], p)
         if dh is not None and h is not None:
             log_s = Log.apply(s).unsqueeze(-1)  # type: ignore[no-untyped-call]
             surprise = torch.where(p == 0, 0, below) - log_s + h.unsqueeze(-1)
@@ -316,6 +344,13 @@ def selected_gradient(
         return (rounded(torch.where(chosen.counted.any(-1, keepdim=True), dt, 0), rows.dtype),)
 
     return by_blocks(of_block, logits, d, d_entropy, ids, temperature, m, s, entropy)[0]
+
+
+def _of_part(d: Tensor, places: Tensor, p: Tensor) -> Tensor:
+    """The same of a part of rows: places before it and behind it count as one more element."""
+    size = p.shape[-1]
+    places = torch.where((places < 0) | (places > size), size, places)
+    return _of_places(d, places, torch.nn.functional.pad(p, (0, 1)))[..., :size]
 
 
 def _of_places(d: Tensor, places: Tensor, p: Tensor) -> Tensor:

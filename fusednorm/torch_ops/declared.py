@@ -133,9 +133,7 @@ class Operator:
             found = self.dispatched(*arguments)[0] if through_dispatcher else self.with_gradients(*arguments)
             return found, *[None] * (len(arguments) - 1)
         operands, kept = saved[: self.count], saved[self.count :]
-        if any(d is None for d in incoming):
-            zeros = _zeros(declaration, declaration.returned, operands, ctx.flags)
-            incoming = [zero if d is None else d for d, zero in zip(incoming, zeros, strict=True)]
+        incoming = self.every(incoming, operands, ctx.flags)
         needs = [ctx.needs_input_grad[place] for place in declaration.places]
         flags = ctx.gradient_flags
         if must_be_seen.differentiated_again():
@@ -154,6 +152,17 @@ class Operator:
         for place, need, gradient in zip(declaration.places, needs, found, strict=True):
             gradients[place] = gradient if need else None
         return tuple(gradients)
+
+    def every(
+        self, incoming: Sequence[Tensor | None], operands: Sequence[Tensor | None], flags: Sequence[Any]
+    ) -> list[Tensor]:
+        """The incoming gradients of the results that are returned, with zeros where there are none."""
+        returned = self.declaration.returned
+        given = incoming[: len(returned)]
+        if all(d is not None for d in given):
+            return [*cast(Any, given)]
+        zeros = _zeros(self.declaration, returned, operands, flags)
+        return [zero if d is None else d for d, zero in zip(given, zeros, strict=True)]
 
     def _again(
         self,

@@ -68,13 +68,14 @@ class Parts(NamedTuple):
         """How many numbers a rank gives at most."""
         return max(sum(piece.numbers for piece in self.pieces(rank)) for rank in self.ranks)
 
-    def moves_fewer_bytes(self, sums: int, wide: torch.dtype, gathered: Sequence[torch.dtype]) -> bool:
+    def moves_fewer_bytes(self, sums: int, wide: torch.dtype, gathered: Sequence[torch.dtype], others: int = 0) -> bool:
         """Whether exchanges for so many sums of the type ``wide`` move fewer bytes than rows of these dtypes, gathered.
 
         Counted for one row, and for one rank: of each rank an all-gather takes as much as of the one that has most.
+        ``others``: so many more numbers are exchanged.
         """
         longest = max(self.bounds[rank + 1] - self.bounds[rank] for rank in self.ranks)
-        return sums * self.numbers * wide.itemsize < longest * sum(dtype.itemsize for dtype in gathered)
+        return (sums * self.numbers + others) * wide.itemsize < longest * sum(dtype.itemsize for dtype in gathered)
 
 
 def parts_of(size: int, ranks: int) -> Parts:
@@ -100,13 +101,23 @@ def exchanged_treesum(terms: Tensor, parts: Parts, mesh: DeviceMesh, dim: int) -
         [...], the same on each of these ranks.
     """
     rank = mesh.get_local_rank(dim)
-    own = [_given(terms, piece, parts.bounds[rank]) for piece in parts.pieces(rank)]
-    given = torch.cat(own, -1) if own else terms
-    given = torch.nn.functional.pad(given, (0, parts.numbers - given.shape[-1]))
+    start = parts.bounds[rank]
+    own = [numbers_of(terms[..., piece.start - start : piece.stop - start], piece) for piece in parts.pieces(rank)]
+    return exchanged_sum(torch.cat(own, -1) if own else terms, parts, mesh, dim)
+
+
+def gathered(own: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+    """The tensors of all ranks of a dimension of the mesh, [ranks, ...], which have one shape."""
     collectives, group = torch.ops._c10d_functional, mesh.get_group(dim).group_name
-    found = collectives.all_gather_into_tensor(given.unsqueeze(0).contiguous(), len(parts.ranks), group)
+    found = collectives.all_gather_into_tensor(own.unsqueeze(0).contiguous(), mesh.size(dim), group)
+    return collectives.wait_tensor(found)  # type: ignore[no-any-return]
+
+
+def exchanged_sum(own: Tensor, parts: Parts, mesh: DeviceMesh, dim: int) -> Tensor:
+    """:func:`exchanged_treesum`, by the numbers of this rank's pieces, one after the other."""
+    own = torch.nn.functional.pad(own, (0, parts.numbers - own.shape[-1]))
     sums: dict[int, Tensor] = {}
-    for of_rank, numbers in zip(parts.ranks, collectives.wait_tensor(found), strict=True):
+    for of_rank, numbers in zip(parts.ranks, gathered(own, mesh, dim), strict=True):
         place = 0
         for piece in parts.pieces(of_rank):
             taken, segment = numbers[..., place : place + piece.numbers], piece.start // SEGMENT
@@ -122,9 +133,8 @@ def exchanged_treesum(terms: Tensor, parts: Parts, mesh: DeviceMesh, dim: int) -
     return reference.halved(torch.cat(in_order, -1))
 
 
-def _given(terms: Tensor, piece: Piece, start: int) -> Tensor:
-    """The numbers that other ranks need of a piece of the part that begins at ``start``."""
-    terms = terms[..., piece.start - start : piece.stop - start]
+def numbers_of(terms: Tensor, piece: Piece) -> Tensor:
+    """The numbers that other ranks need of a piece with these terms."""
     if piece.whole:
         terms = torch.nn.functional.pad(terms, (0, piece.numbers * SEGMENT - piece.length))
         return reference.halved(terms.reshape(*terms.shape[:-1], piece.numbers, SEGMENT))
@@ -134,7 +144,7 @@ def _given(terms: Tensor, piece: Piece, start: int) -> Tensor:
     return torch.cat((terms[..., :both] + terms[..., HALF:], terms[..., both:HALF]), -1)
 
 
-class _Where(NamedTuple):
+class Where(NamedTuple):
     """Where rows lie in parts."""
 
     mesh: DeviceMesh
@@ -144,6 +154,16 @@ class _Where(NamedTuple):
     #: The dimension of the mesh that has the parts.
     dim: int
     parts: Parts
+
+    @property
+    def rank(self) -> int:
+        """This rank, among those of the parts."""
+        return self.mesh.get_local_rank(self.dim)
+
+    @property
+    def start(self) -> int:
+        """Where this rank's part begins."""
+        return self.parts.bounds[self.rank]
 
     def mean_of(self, value: Tensor) -> Tensor:
         """The means of whole rows, by this rank's part of them."""
@@ -176,14 +196,26 @@ class _Where(NamedTuple):
         kept = [(Replicate() if own.is_partial() else own) if i == self.dim else p for i, p in enumerate(self.shares)]
         return found.redistribute(self.mesh, kept)
 
+    @property
+    def numbers(self) -> tuple[Any, ...]:
+        """The placements of numbers of rows."""
+        return tuple(Replicate() if dim == self.dim else p for dim, p in enumerate(self.rows))
+
+    def local_numbers(self, numbers: Any) -> Any:
+        """[...], or [..., K], of this rank's rows, or None."""
+        return None if numbers is None else numbers.redistribute(self.mesh, self.numbers).to_local()
+
     def of_numbers(self, local: Tensor, rows: DTensor) -> DTensor:
-        """The DTensor of a number for each row."""
-        placements = [Replicate() if dim == self.dim else p for dim, p in enumerate(self.rows)]
-        return of_ranks(local, self.mesh, placements, rows.shape[:-1])
+        """The DTensor of a number, or of K, for each row."""
+        last = rows.ndim - 1
+        return of_ranks(local, self.mesh, self.numbers, torch.Size((*rows.shape[:last], *local.shape[last:])))
 
 
-def _where(operands: Sequence[DTensor], weights: Sequence[DTensor], center: bool) -> _Where | None:
-    """Where rows lie in parts; None where they do not, or where it moves fewer bytes to join them."""
+def where_of(operands: Sequence[DTensor], weights: Sequence[DTensor], sums: int, others: int = 0) -> Where | None:
+    """Where rows lie in parts; None where they do not, or where it moves fewer bytes to join them.
+
+    ``sums``, ``others``: see :meth:`Parts.moves_fewer_bytes`.
+    """
     mesh, last = operands[0].device_mesh, operands[0].ndim - 1
     if any(t.device_mesh != mesh for t in (*operands, *weights)) or any(t.ndim != last + 1 for t in operands):
         return None
@@ -197,18 +229,18 @@ def _where(operands: Sequence[DTensor], weights: Sequence[DTensor], center: bool
     (dim,) = dims
     parts = parts_of(operands[0].shape[-1], mesh.size(dim))
     moved = [t.dtype for t in operands if t.placements[dim].is_shard()]
-    if not parts.moves_fewer_bytes(1 + center, accumulator(operands[0].dtype), moved):
+    if not parts.moves_fewer_bytes(sums, accumulator(operands[0].dtype), moved, others):
         return None
     rows = tuple(apart[i] if i == dim else placement for i, placement in enumerate(joined))
     shares = shares_of(common_rows(*(t._spec for t in operands))).placements
-    return _Where(mesh, rows, shares, dim, parts)
+    return Where(mesh, rows, shares, dim, parts)
 
 
 class _NormOfParts(torch.autograd.Function):
     """(x, residual or None, weight or None, bias or None, where, flags) -> (y, residual_out or None)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, residual: Any, weight: Any, bias: Any, where: _Where, flags: Flags) -> Any:
+    def forward(ctx: Any, x: Any, residual: Any, weight: Any, bias: Any, where: Where, flags: Flags) -> Any:
         """By the reference's formula, with the means of whole rows."""
         own_x, own_residual = where.local_rows(x), where.local_rows(residual)
         total_dtype = None if residual is None else flags.residual_dtype or residual.dtype
@@ -264,5 +296,5 @@ class _NormOfParts(torch.autograd.Function):
 def of_parts(x: DTensor, residual: Any, weight: Any, bias: Any, flags: Flags) -> Any:
     """See ``dtensor_bridge.of_parts``."""
     rows, weights = ([t for t in pair if t is not None] for pair in ((x, residual), (weight, bias)))
-    where = _where(rows, weights, flags.center)
+    where = where_of(rows, weights, 1 + flags.center)
     return None if where is None else partial(_NormOfParts.apply, x, residual, weight, bias, where)
