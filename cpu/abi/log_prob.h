@@ -10,6 +10,7 @@
  * The operands. OUT: rows of log_softmax, or its input's gradient, or numbers. D is of rows or of numbers. Numbers of ids have
  * `count` for each row, the others one; they follow each other, but the stride of TEMPERATURE, D and DH may be 0, where all
  * numbers are one. M and S may be absent in a forward pass. For SUMS, m is given, and OUT and H have one for each segment.
+ * DH of log_softmax: of parts of rows, the sums of whole rows of D.
  */
 enum {
     FN_LOGITS, FN_LOG_PROB_OUT, FN_LOG_PROB_IDS, FN_LOG_PROB_TEMPERATURE, FN_LOG_PROB_M, FN_LOG_PROB_S, FN_LOG_PROB_H,

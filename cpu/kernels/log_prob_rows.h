@@ -174,7 +174,7 @@ static void OF(log_prob_backward)(const struct fn_log_prob *job, const struct OF
     _Alignas(64) REAL t[FN_SEGMENT], e[FN_SEGMENT], slope[FN_SEGMENT], dt[FN_SEGMENT];
     const REAL m = ((const REAL *)o[FN_LOG_PROB_M].address)[at], s = ((const REAL *)o[FN_LOG_PROB_S].address)[at];
     const int selects = job->operation >= FN_SELECTED, whole = job->operation == FN_LOG_SOFTMAX;
-    const int entropy = o[FN_LOG_PROB_DH].kind != NONE;
+    const int entropy = selects && o[FN_LOG_PROB_DH].kind != NONE;
     const REAL dh = entropy ? (REAL)number_at(&o[FN_LOG_PROB_DH], at) : 0, log_s = entropy ? OF(log_of)(s) : 0;
     const REAL h = entropy ? ((const REAL *)o[FN_LOG_PROB_H].address)[at] : 0;
     REAL sum = 0;
@@ -185,6 +185,8 @@ static void OF(log_prob_backward)(const struct fn_log_prob *job, const struct OF
             sum += OF(d_of)(job, k, id);
             counted |= !fn_is_ignored(job, id);
         }
+    } else if (whole && o[FN_LOG_PROB_DH].kind != NONE) {
+        sum = (REAL)number_at(&o[FN_LOG_PROB_DH], at);
     } else if (whole) {
         int64_t segments = 0;
         for (int64_t i = 0; i < job->hidden; i += FN_SEGMENT, segments++) {

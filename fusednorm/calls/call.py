@@ -554,7 +554,7 @@ class LogProbBackward(NamedTuple):
     ignore_index: int | None
     #: The incoming gradient, of the result's shape; contiguous unless it has rows.
     d: Tensor
-    #: That of the entropy, or None.
+    #: That of the entropy, or None; of log_softmax, the sums of whole rows of d, if these are parts of rows.
     d_entropy: Tensor | None
     m: Tensor
     s: Tensor

@@ -132,7 +132,8 @@ def backward(
 ) -> Tensor | None:
     """The gradient of logits; None: the formula computes it.
 
-    ``part``: of logits that are a part of rows, where they begin there, and the length of whole rows.
+    ``d_entropy``: see :class:`fusednorm.calls.call.LogProbBackward`. ``part``: of logits that are a part of rows, where
+    they begin there, and the length of whole rows.
     """
     backend = backend_of(logits, "log_prob_backward" if part is None else "log_prob_parts")
     if backend is None:

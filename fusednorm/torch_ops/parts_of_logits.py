@@ -33,7 +33,21 @@ def _pieces(tensor: Tensor, where: Where) -> list[tuple[Piece, Tensor]]:
     return [(piece, tensor[..., piece.start - start : piece.stop - start]) for piece in where.parts.pieces(where.rank)]
 
 
-def _results(
+def _greatest(logits: Tensor, temperature: Tensor | None, softcap: float | None) -> Tensor:
+    """The greatest number of each row that the softmax takes, [..., 1]."""
+
+    def of_block(rows: Tensor, temperature: Tensor | None) -> tuple[Tensor]:
+        return (reference.arguments(rows, temperature, softcap)[0].amax(-1, keepdim=True),)
+
+    keeps_order = temperature is None or (  # a GPU would have to be waited for
+        temperature.device.type == "cpu" and bool(((temperature > 0) & (temperature < torch.inf)).all())
+    )
+    if softcap is None and keeps_order:
+        return reference.arguments(logits.amax(-1, keepdim=True), temperature, None)[0]
+    return reference.by_blocks(of_block, logits, temperature)[0]
+
+
+def results_of(
     name: str, logits: Tensor, selecting: Selecting, where: Where, out_dtype: torch.dtype | None
 ) -> tuple[Tensor, ...]:
     """The results for this rank's part of rows, and what is kept for the gradient, as the operator of that name."""
@@ -41,11 +55,7 @@ def _results(
     start, stop, size = where.start, where.start + logits.shape[-1], where.parts.bounds[-1]
     some = logits if logits.shape[-1] else torch.nn.functional.pad(logits, (0, 1), value=-torch.inf)
 
-    def greatest(rows: Tensor, temperature: Tensor | None) -> tuple[Tensor]:
-        return (reference.arguments(rows, temperature, softcap)[0].amax(-1, keepdim=True),)
-
-    (own,) = reference.by_blocks(greatest, some, temperature)
-    chosen = None
+    own, chosen = _greatest(some, temperature, softcap), None
     if ids is not None:
         check_ids(size, ids, ignore_index)
         chosen = reference.chosen_of(ids if ids.ndim == logits.ndim else ids.unsqueeze(-1), size, ignore_index)
@@ -88,11 +98,12 @@ def _results(
     return lp, h, m, s, h.clone()
 
 
-def _gradient(
+def gradient_of(
     name: str, incoming: Sequence[Tensor], logits: Tensor, selecting: Selecting, kept: Sequence[Tensor], where: Where
 ) -> Tensor:
     """The gradient of this rank's part of rows."""
     d, (m, s, *others) = incoming[0], kept
+    part = where.start, where.parts.bounds[-1]
     if name == "log_softmax":
 
         def of_piece(piece: Piece, rows: Tensor) -> tuple[Tensor]:
@@ -101,14 +112,14 @@ def _gradient(
         given = [reference.by_blocks(partial(of_piece, piece), rows)[0] for piece, rows in _pieces(d, where)]
         own = torch.cat([m.new_empty(*m.shape, 0), *given], -1)
         total = exchanged_sum(own, where.parts, where.mesh, where.dim)
-        return reference.log_softmax_gradient_of(d, logits, m, s, total)
+        by_backend = log_prob.backward(name, d, total, logits, m, s, part=part) if logits.shape[-1] else None
+        return reference.log_softmax_gradient_of(d, logits, m, s, total) if by_backend is None else by_backend
     if not logits.shape[-1]:
         return torch.empty_like(logits)
     if name == "logsumexp":
         by_backend = log_prob.backward(name, d, None, logits, m, s)
         return reference.logsumexp_gradient(d, logits, m, s, [True])[0] if by_backend is None else by_backend  # type: ignore[return-value]
     d_entropy, h = (incoming[1], others[0]) if name == _WITH_ENTROPY else (None, None)
-    part = where.start, where.parts.bounds[-1]
     by_backend = log_prob.backward("selected", d, d_entropy, logits, m, s, h, selecting, part)
     if by_backend is not None:
         return by_backend
@@ -127,7 +138,7 @@ class _LogProbOfParts(torch.autograd.Function):
         declaration, logits = operator.declaration, arguments[0]
         own, selecting = _own(operator, arguments, where)
         flags = declaration.named(arguments[operator.count :])
-        found = _results(declaration.name, own, selecting, where, flags.get("out_dtype"))
+        found = results_of(declaration.name, own, selecting, where, flags.get("out_dtype"))
         results = tuple(
             where.of_rows(t, logits) if result.role is Role.ROWS else where.of_numbers(t, logits)
             for t, result in zip(found, declaration.results, strict=True)
@@ -150,7 +161,7 @@ class _LogProbOfParts(torch.autograd.Function):
             where.local_rows(d) if result.role is Role.ROWS else where.local_numbers(d)
             for d, result in zip(operator.every(incoming, operands, ctx.flags), declaration.returned, strict=True)
         ]
-        found = _gradient(declaration.name, local, own, selecting, own_kept, where)
+        found = gradient_of(declaration.name, local, own, selecting, own_kept, where)
         return where.of_rows(found, operands[0]), *[None] * (len(ctx.needs_input_grad) - 1)
 
 

@@ -36,6 +36,7 @@ from fusednorm import (
     gate,
     gate_,
     layer_norm,
+    log_softmax,
     modulate,
     rms_norm,
     rms_norm_,
@@ -46,14 +47,16 @@ from fusednorm import (
     rms_norm_gated_,
     rms_norm_quant,
     rotate,
+    selected_log_prob,
     selected_log_prob_and_entropy,
     silu_and_mul,
     silu_and_mul_quant,
 )
 from fusednorm.calls.quantization import E8M0
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, covering, operands
+from fusednorm.engine.log_prob import Selecting
 from fusednorm.reference.norm import treesum
-from fusednorm.torch_ops import parts_of_rows
+from fusednorm.torch_ops import parts_of_logits, parts_of_rows
 
 from ranks import on_ranks
 
@@ -534,6 +537,165 @@ def test_any_parts_of_rows_have_the_sum_of_whole_rows():
             own = terms[..., parts.bounds[rank] : parts.bounds[rank + 1]]
             found = parts_of_rows.exchanged_treesum(own, parts, everywhere(), 0)
             assert torch.equal(found, treesum(terms)), parts
+
+
+LOG_PROBS = ("log_softmax", "logsumexp", "selected_log_prob", "selected_log_prob_and_entropy")
+#: Dtypes of logits, widths, how many ids there are of each row, flags. Boundaries of 64128 on four ranks are the first
+#: of 128256 on eight.
+OF_VOCABULARIES = (
+    (BF16, 64128, None, {}),
+    (F16, 151936, 3, {"softcap": 4.0, "temperature": 0.7, "ignore_index": -100}),
+    (F32, 9001, None, {"temperature": 1.5}),
+    (F64, 5000, 2, {"softcap": 2.0, "ignore_index": 7}),
+)
+
+
+def logits_and_ids(dtype, width, several, ignore_index=None):
+    """Rows of [2, 4, width], of which some are masked in part, or wholly, or have no finite sum; ids at boundaries."""
+    generator = torch.Generator().manual_seed(width)
+    logits = (torch.randn(2, 4, width, dtype=torch.float64, generator=generator) * 4).to(dtype)
+    logits[0, 1, width // 4 : -width // 4] = -torch.inf
+    logits[0, 2] = -torch.inf
+    logits[0, 3, 5] = torch.nan
+    logits[1, 0, -3] = torch.inf
+    logits[1, 1, : width // 2] -= 300  # nothing is left of these
+    ids = torch.randint(width, (2, 4, several or 1), generator=generator)
+    ids[1, 1:, 0] = torch.tensor([-(-width // 2) - 1, -(-width // 4), width - 1])
+    ids[1, 2] = ids[1, 2, 0]
+    if ignore_index is not None:
+        ids[0, :, 0], ids[0, 3] = ignore_index, ignore_index
+    return logits, ids if several else ids.squeeze(-1)
+
+
+def log_probs(name, flags):
+    """(logits, ids) -> a tuple of results."""
+
+    def call(logits, ids):
+        function = getattr(fusednorm, name)
+        found = function(logits, ids, **flags) if name.startswith("selected") else function(logits)
+        return found if isinstance(found, tuple) else (found,)
+
+    return call
+
+
+def same_numbers(found, expected):
+    """Bits, where NaN equals NaN."""
+    whole = found.full_tensor() if isinstance(found, DTensor) else found
+    assert whole.dtype == expected.dtype
+    assert torch.equal(whole.isnan(), expected.isnan())
+    assert torch.equal(whole.nan_to_num(1.0), expected.nan_to_num(1.0))
+
+
+def given_for(results):
+    """Incoming gradients, the same on every rank."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(t.shape, generator=generator).to(t.dtype) for t in results]
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("case", range(len(OF_VOCABULARIES)))
+@pytest.mark.parametrize("name", LOG_PROBS)
+def test_parts_of_vocabularies_stay_where_they_are(name, case):
+    """Ranks exchange the greatest numbers and sums of segments, and for gradients a sum or nothing."""
+    dtype, width, several, flags = OF_VOCABULARIES[case]
+    call = log_probs(name, flags)
+    logits, ids = logits_and_ids(dtype, width, several, flags.get("ignore_index"))
+    leaf, part, whole_ids = (
+        logits.clone().requires_grad_(),
+        placed(logits, Shard(2), grad=True),
+        placed(ids, Replicate()),
+    )
+    expected = call(leaf, ids)
+    incoming = given_for(expected)
+    [wanted] = torch.autograd.grad(expected, leaf, incoming)
+    found, forward = collectives(lambda: call(part, whole_ids))
+    assert forward == {"all_gather_into_tensor": 2} | ({"broadcast_": 1} if "temperature" in flags else {})
+    given = [placed(d, *y.placements) for d, y in zip(incoming, found, strict=True)]
+    [gradient], backward = collectives(lambda: torch.autograd.grad(found, part, given))
+    assert backward == ({"all_gather_into_tensor": 1} if name == "log_softmax" else {})
+    assert found[0].placements == ((Shard(2),) if name == "log_softmax" else (Replicate(),))
+    assert gradient.placements == (Shard(2),)
+    for one, other in zip((*found, gradient), (*expected, wanted), strict=True):
+        same_numbers(one, other.detach())
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("name", LOG_PROBS)
+def test_any_parts_of_a_vocabulary(name, backend):
+    """Wherever they begin, on ranks without any too, by sums of a kernel and by the formula."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    vocabulary, empty = (16032, 32064, 112224), (900, 900, 1500)  # boundaries of 128256 on eight ranks
+    for width, cuts in ((128256, vocabulary), (5000, empty), (700, (0, 100, 700))):
+        logits, ids = logits_and_ids(F32, width, 2)
+        call = log_probs(name, {})
+        expected = call(leaf := logits.clone().requires_grad_(), ids)
+        incoming = given_for(expected)
+        [wanted] = torch.autograd.grad(expected, leaf, incoming)
+        parts = parts_of_rows.Parts((0, *cuts[: ranks - 1], width))
+        where = parts_of_rows.Where(everywhere(), (Shard(2),), (Replicate(),), 0, parts)
+        own = logits[..., parts.bounds[rank] : parts.bounds[rank + 1]]
+        selecting = Selecting(ids) if name.startswith("selected") else Selecting()
+        with fusednorm.use_backend(backend):
+            found = parts_of_logits.results_of(name, own, selecting, where, None)
+            local = incoming
+            if name == "log_softmax":
+                local = [incoming[0][..., parts.bounds[rank] : parts.bounds[rank + 1]]]
+            kept = found[len(expected) :]
+            gradient = parts_of_logits.gradient_of(name, local, own, selecting, kept, where)
+        for one, other in zip(found, expected, strict=False):
+            own_other = (
+                other[..., parts.bounds[rank] : parts.bounds[rank + 1]] if other.shape == logits.shape else other
+            )
+            same_numbers(one, own_other.detach())
+        same_numbers(gradient, wanted[..., parts.bounds[rank] : parts.bounds[rank + 1]])
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("name", LOG_PROBS)
+def test_parts_of_vocabularies_on_two_dimensions_of_ranks(name):
+    """Rows on one, their parts on the other; ids and temperatures of rows that lie elsewhere move to them."""
+    temperature = torch.rand(2, 4) + 0.5
+    (logits, ids), where = logits_and_ids(BF16, 6000, None), mesh(2, 2)
+    leaf, expected = (one := logits.clone().requires_grad_()), log_probs(name, {"temperature": temperature})(one, ids)
+    incoming = given_for(expected)
+    [wanted] = torch.autograd.grad(expected, leaf, incoming)
+    for data in (Shard(0), Shard(1)):
+        part = placed(logits, data, Shard(2), where=where, grad=True)
+        elsewhere = [placed(t, Replicate(), Shard(0), where=where) for t in (ids, temperature)]
+        found = log_probs(name, {"temperature": elsewhere[1]})(part, elsewhere[0])
+        assert found[0].placements == (data, Shard(2) if name == "log_softmax" else Replicate())
+        given = [placed(d, Replicate(), Shard(1), where=where) for d in incoming]
+        [gradient] = torch.autograd.grad(found, part, given)
+        assert gradient.placements == (data, Shard(2))
+        for one, other in zip((*found, gradient), (*expected, wanted), strict=True):
+            same_numbers(one, other.detach())
+
+
+@on_ranks(2)
+def test_log_probabilities_of_parts_of_rows_as_of_whole_rows():
+    """Gradients of one of two results, and those that are differentiated again; refusals; short rows are joined."""
+    full = torch.randn(2, 3, 4100, dtype=F64, generator=torch.Generator().manual_seed(0))
+    ids = torch.arange(6).view(2, 3) * 700
+    whole_ids, call = placed(ids, Replicate()), log_probs("selected_log_prob_and_entropy", {})
+    for one in (0, 1):
+        leaf, part = full.clone().requires_grad_(), placed(full, Shard(2), grad=True)
+        [wanted] = torch.autograd.grad(call(leaf, ids)[one].sum(), leaf)
+        ones = placed(torch.ones(2, 3, dtype=F64), Replicate())
+        same(*torch.autograd.grad(call(part, whole_ids)[one], part, ones), wanted, [Shard(2)])
+    again = []
+    for logits, places in ((leaf, ids), (part, whole_ids)):
+        [gradient] = torch.autograd.grad(call(logits, places)[1].sum(), logits, create_graph=True)
+        again += torch.autograd.grad((gradient * gradient).sum(), logits)
+    torch.testing.assert_close(again[1].full_tensor(), again[0], rtol=0, atol=1e-12)
+    with pytest.raises(IndexError, match="ids must be from 0 to 4099, the places in a row of logits, got 4100"):
+        selected_log_prob(part, placed(torch.full((2, 3), 4100), Replicate()))
+    out = placed(torch.empty_like(full), Shard(2))
+    assert log_softmax(part.detach(), out=out) is out
+    same(out, log_softmax(full))
+    short, moved = collectives(lambda: log_softmax(placed(full[..., :900], Shard(2))))
+    assert moved == {"all_gather_into_tensor": 1}
+    same(short, log_softmax(full[..., :900].contiguous()), [Replicate()])
 
 
 def test_an_exchange_is_taken_where_it_moves_fewer_bytes():
