@@ -105,7 +105,7 @@ def _run(
     )
 
 
-def sums_of_segments(logits: Tensor, selecting: Selecting, m: Tensor, entropy: bool) -> list[Tensor] | None:
+def sums_of_segments(logits: Tensor, selecting: Selecting, m: Tensor, entropy: bool) -> tuple[Tensor, ...] | None:
     """The sums of a part of rows that begins with a segment, [..., segments]; with ``entropy`` also those of its terms.
 
     None: the formula computes them.
@@ -114,7 +114,7 @@ def sums_of_segments(logits: Tensor, selecting: Selecting, m: Tensor, entropy: b
     if backend is None:
         return None
     shape = (*logits.shape[:-1], -(-logits.shape[-1] // SEGMENT))
-    found = [torch.empty(shape, dtype=m.dtype, device=m.device) for _ in range(1 + entropy)]
+    found = tuple(torch.empty(shape, dtype=m.dtype, device=m.device) for _ in range(1 + entropy))
     _run(backend, "sums", logits, selecting, found[0], packed(m), None, found[1] if entropy else None)
     return found
 

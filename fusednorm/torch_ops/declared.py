@@ -182,11 +182,7 @@ class Operator:
 
         roles = [operand.role for operand in declaration.operands]
         whole = [first + place for place, role in enumerate(roles) if role is Role.WEIGHT]
-        sums = {
-            declaration.places.index(place): first + place
-            for place, role in enumerate(roles)
-            if role in (Role.WEIGHT, Role.SAMPLES)
-        }
+        sums = {result: first + place for result, place in enumerate(declaration.places)}
         return dtensor_bridge.on_rows(formula, (*incoming, *operands), whole, sums, declaration.joined_of(operands))
 
 

@@ -52,8 +52,8 @@ def on_rows(
         formula: returns tensors with rows, or the ranks' shares of a sum; None where there is none.
         operands: with rows, [..., N]; None where there is none.
         whole: the places of operands that each rank has whole, such as a weight.
-        sums: the places of results that are sums over rows, each with the operand whose shape it has: shares of a sum
-            where each rank has that whole.
+        sums: the places of results that have not the first operand's shape, each with the operand whose shape it has:
+            shares of a sum over rows where each rank has that whole.
         joined: so many dimensions at the end of rows are joined on a rank: a row, or all heads, or nothing.
     """
     if not all(map(_is_dtensor, [t for t in operands if t is not None])):  # torch refuses a mix in its own words

@@ -116,7 +116,8 @@ def on_rows(
 ) -> tuple[DTensor | None, ...]:
     """The results of a formula, each rank computing it for its own rows; see ``dtensor_bridge.on_rows``."""
     rows = [t for place, t in enumerate(operands) if t is not None and place not in whole]
-    meet = common_rows(*(t._spec for t in rows), whole=joined)
+    widest = sorted(rows, key=lambda t: -t.ndim)  # numbers of rows have no last dimension
+    meet = common_rows(*(t._spec for t in widest), whole=joined)
     mesh, shares, everywhere = meet.mesh, shares_of(meet).placements, _replicated(meet).placements
     found = formula(
         *(

@@ -546,7 +546,7 @@ OF_VOCABULARIES = (
     (BF16, 64128, None, {}),
     (F16, 151936, 3, {"softcap": 4.0, "temperature": 0.7, "ignore_index": -100}),
     (F32, 9001, None, {"temperature": 1.5}),
-    (F64, 5000, 2, {"softcap": 2.0, "ignore_index": 7}),
+    (F64, 10001, 2, {"softcap": 2.0, "ignore_index": 7}),
 )
 
 
@@ -609,7 +609,7 @@ def test_parts_of_vocabularies_stay_where_they_are(name, case):
     incoming = given_for(expected)
     [wanted] = torch.autograd.grad(expected, leaf, incoming)
     found, forward = collectives(lambda: call(part, whole_ids))
-    assert forward == {"all_gather_into_tensor": 2} | ({"broadcast_": 1} if "temperature" in flags else {})
+    assert forward == {"all_gather_into_tensor": 2}
     given = [placed(d, *y.placements) for d, y in zip(incoming, found, strict=True)]
     [gradient], backward = collectives(lambda: torch.autograd.grad(found, part, given))
     assert backward == ({"all_gather_into_tensor": 1} if name == "log_softmax" else {})
@@ -629,7 +629,8 @@ def test_any_parts_of_a_vocabulary(name, backend):
     for width, cuts in ((128256, vocabulary), (5000, empty), (700, (0, 100, 700))):
         logits, ids = logits_and_ids(F32, width, 2)
         call = log_probs(name, {})
-        expected = call(leaf := logits.clone().requires_grad_(), ids)
+        leaf = logits.clone().requires_grad_()
+        expected = call(leaf, ids)
         incoming = given_for(expected)
         [wanted] = torch.autograd.grad(expected, leaf, incoming)
         parts = parts_of_rows.Parts((0, *cuts[: ranks - 1], width))
@@ -655,9 +656,10 @@ def test_any_parts_of_a_vocabulary(name, backend):
 @pytest.mark.parametrize("name", LOG_PROBS)
 def test_parts_of_vocabularies_on_two_dimensions_of_ranks(name):
     """Rows on one, their parts on the other; ids and temperatures of rows that lie elsewhere move to them."""
-    temperature = torch.rand(2, 4) + 0.5
+    temperature = torch.arange(1, 9).view(2, 4) / 4
     (logits, ids), where = logits_and_ids(BF16, 6000, None), mesh(2, 2)
-    leaf, expected = (one := logits.clone().requires_grad_()), log_probs(name, {"temperature": temperature})(one, ids)
+    leaf = logits.clone().requires_grad_()
+    expected = log_probs(name, {"temperature": temperature})(leaf, ids)
     incoming = given_for(expected)
     [wanted] = torch.autograd.grad(expected, leaf, incoming)
     for data in (Shard(0), Shard(1)):
@@ -693,9 +695,10 @@ def test_log_probabilities_of_parts_of_rows_as_of_whole_rows():
     out = placed(torch.empty_like(full), Shard(2))
     assert log_softmax(part.detach(), out=out) is out
     same(out, log_softmax(full))
-    short, moved = collectives(lambda: log_softmax(placed(full[..., :900], Shard(2))))
+    few = full[..., :900].contiguous()
+    short, moved = collectives(functools.partial(log_softmax, placed(few, Shard(2))))
     assert moved == {"all_gather_into_tensor": 1}
-    same(short, log_softmax(full[..., :900].contiguous()), [Replicate()])
+    same(short, log_softmax(few), [Replicate()])
 
 
 def test_an_exchange_is_taken_where_it_moves_fewer_bytes():
