@@ -685,11 +685,15 @@ def test_log_probabilities_of_parts_of_rows_as_of_whole_rows():
         [wanted] = torch.autograd.grad(call(leaf, ids)[one].sum(), leaf)
         ones = placed(torch.ones(2, 3, dtype=F64), Replicate())
         same(*torch.autograd.grad(call(part, whole_ids)[one], part, ones), wanted, [Shard(2)])
-    again = []
-    for logits, places in ((leaf, ids), (part, whole_ids)):
-        [gradient] = torch.autograd.grad(call(logits, places)[1].sum(), logits, create_graph=True)
-        again += torch.autograd.grad((gradient * gradient).sum(), logits)
-    torch.testing.assert_close(again[1].full_tensor(), again[0], rtol=0, atol=1e-12)
+    [gradient] = torch.autograd.grad(call(leaf, ids)[1].sum(), leaf, create_graph=True)
+    [wanted] = torch.autograd.grad((gradient * gradient).sum(), leaf)
+    for rows, joined in ((Shard(2), Replicate()), (Shard(1), Shard(1))):
+        sharded_ids = whole_ids if rows == Shard(2) else placed(ids, rows)
+        leaf = placed(full, rows, grad=True)
+        [gradient] = torch.autograd.grad(call(leaf, sharded_ids)[1].sum(), leaf, create_graph=True)
+        assert gradient.placements == (joined,)
+        [again] = torch.autograd.grad((gradient * gradient).sum(), leaf)
+        torch.testing.assert_close(again.full_tensor(), wanted, rtol=0, atol=1e-12)
     with pytest.raises(IndexError, match="ids must be from 0 to 4099, the places in a row of logits, got 4100"):
         selected_log_prob(part, placed(torch.full((2, 3), 4100), Replicate()))
     out = placed(torch.empty_like(full), Shard(2))
