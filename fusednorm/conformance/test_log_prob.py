@@ -16,6 +16,10 @@ from fusednorm.conformance.cases import (
     dtype_name,
     operands,
 )
+from fusednorm.engine import log_prob
+from fusednorm.engine.log_prob import Selecting
+from fusednorm.reference import log_prob as reference
+from fusednorm.reference.norm import SEGMENT, halved, treesum
 
 pytestmark = pytest.mark.promise("same bits")
 
@@ -102,6 +106,39 @@ def test_an_element_of_the_whole_row(mode, agree, dtype):
         divided = fusednorm.softcap(logits, 2.5).to(wide) / torch.full((), 0.7, dtype=wide)
         found = fusednorm.selected_log_prob(logits, ids, softcap=2.5, temperature=0.7)
         agree([found], [fusednorm.selected_log_prob(divided, ids)], f"operations before, {hidden}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.left_out("triton_cpu", "triton_ptx")
+def test_parts_of_rows(mode, agree, dtype):
+    """With the numbers of whole rows, of a backend that has parts: their sums of segments, and their gradients."""
+    begin, end, size = 2048, 4500, 5000
+    for softcap, ignored, kind, several, data in covering(
+        *(AXES[name] for name in ("softcap", "ignore_index", "ids", "several", "data")), turn=DTYPES.index(dtype)
+    ):
+        about = f"{softcap}, {ignored}, {kind}, {several}, {data}"
+        logits, ids = logits_of(Case(4, size, dtype, data=data)), ids_of(4, size, several, kind, ignored)
+        temperature = operands(Case(4, 1, F32))[0][:, 0].abs() + 0.5
+        selecting = Selecting(ids, temperature, softcap, ignored)
+        *_, h, m, s = reference.selected(logits, *selecting, entropy=True)
+        part = logits[:, begin:end]
+        found = log_prob.sums_of_segments(part, selecting, m, entropy=True)
+        if found is None:
+            return
+        below, e = reference.exponentials(reference.arguments(part, temperature, softcap)[0], m)
+        terms = [
+            torch.nn.functional.pad(t, (0, -part.shape[1] % SEGMENT)) for t in (e, reference.entropy_terms(below, e))
+        ]
+        agree(found, [halved(t.view(4, -1, SEGMENT)) for t in terms], f"sums, {about}")
+        d, d_entropy, d_rows = torch.arange(ids.numel(), dtype=dtype).reshape(ids.shape) - 3, s.cos(), logits.cos()
+        wanted = reference.selected_gradient(d, d_entropy, logits, *selecting[:2], m, s, h, *selecting[2:])
+        place = begin, size
+        gradient = log_prob.backward("selected", d, d_entropy, part, m, s, h, selecting, place)
+        agree([gradient], [wanted[:, begin:end]], f"gradient, {about}")
+        total = treesum(d_rows.to(m.dtype))
+        [wanted] = reference.log_softmax_gradient(d_rows, logits, m, s, [True])
+        gradient = log_prob.backward("log_softmax", d_rows[:, begin:end], total, part, m, s, part=place)
+        agree([gradient], [wanted[:, begin:end]], f"log_softmax, {about}")
 
 
 @pytest.mark.left_out("triton_cpu")
