@@ -54,7 +54,6 @@ def results_of(
     ids, temperature, softcap, ignore_index = selecting
     start, stop, size = where.start, where.start + logits.shape[-1], where.parts.bounds[-1]
     some = logits if logits.shape[-1] else torch.nn.functional.pad(logits, (0, 1), value=-torch.inf)
-
     own, chosen = _greatest(some, temperature, softcap), None
     if ids is not None:
         check_ids(size, ids, ignore_index)
@@ -153,8 +152,8 @@ class _LogProbOfParts(torch.autograd.Function):
         operator, where = ctx.operator, ctx.where
         if must_be_seen.differentiated_again():
             return *operator.gradients(ctx, incoming, through_dispatcher=True), None, None
-        declaration = operator.declaration
-        operands, kept = ctx.saved_tensors[: operator.count], ctx.saved_tensors[operator.count :]
+        declaration, saved = operator.declaration, ctx.saved_tensors  # a checkpoint lets it be asked once
+        operands, kept = saved[: operator.count], saved[operator.count :]
         own, selecting = _own(operator, (*operands, *ctx.flags), where)
         own_kept = [t.to_local() for t in kept]
         local = [

@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import fusednorm.distributed
 from fusednorm import (
@@ -685,6 +686,8 @@ def test_log_probabilities_of_parts_of_rows_as_of_whole_rows():
         [wanted] = torch.autograd.grad(call(leaf, ids)[one].sum(), leaf)
         ones = placed(torch.ones(2, 3, dtype=F64), Replicate())
         same(*torch.autograd.grad(call(part, whole_ids)[one], part, ones), wanted, [Shard(2)])
+        again = checkpoint(lambda p, one=one: call(p, whole_ids)[one], part, use_reentrant=False)
+        same(*torch.autograd.grad(again, part, ones), wanted, [Shard(2)])
     [gradient] = torch.autograd.grad(call(leaf, ids)[1].sum(), leaf, create_graph=True)
     [wanted] = torch.autograd.grad((gradient * gradient).sum(), leaf)
     for rows, joined in ((Shard(2), Replicate()), (Shard(1), Shard(1))):
