@@ -299,13 +299,14 @@ def rotation_variant(kind: RotationKind, lanes: int | None = None) -> Variant:
 def log_prob_variant(kind: LogProbKind, lanes: int | None = None) -> Variant:
     """The kernel of log-probabilities, or of their gradient, on GPUs with so many threads in a warp.
 
-    On this one if None. A program takes a row, in tiles as norms have them, of 32 elements to a thread, or of 16 where
-    the steps before and after the exponential need more registers.
+    On this one if None. A program takes a row, in tiles as norms have them, of 32 elements to a thread; fewer where
+    registers would not suffice: of gradients that take no sum of a row, and in float64.
     """
     lanes = lanes or warp_size()
     _, segments, depth, width, vector, *_ = tiling(kind.hidden_size, kind.dtypes(), lanes, kind.alignment)
-    gradients = kind.d is not None and kind.name != "log_softmax"
-    of_thread = 16 if gradients or kind.capped or kind.temperature is not None else 32
+    of_thread = 32 if kind.d is None or kind.name == "log_softmax" else 16
+    if kind.accumulator == torch.float64:
+        of_thread //= 2
     segments = min(segments, of_thread // 4)
     tiles = ceiling(-(-kind.hidden_size // (segments * depth * width)))
     function, dtypes, constants = host.log_prob_parts(kind)

@@ -364,7 +364,7 @@ def log_prob_backward(
                         here = column == (chosen - at).to(tl.int32)
                         dt = tl.where(here, own * (one - p) + others * (zero - p), dt)
             if ENTROPY:
-                surprise = (tl.where(p == 0, zero, below) - log_s) + h
+                surprise = (below - log_s) + h
                 dt = dt - tl.where(p == 0, zero, dh * (p * surprise))
             if DIVIDES:
                 dt = quotient(dt, tl.broadcast_to(divisor, dt.shape), A)
