@@ -7,7 +7,6 @@ in the same way: the interpreter runs one turn of each, and the machine all turn
 """
 
 import ctypes
-import itertools
 import math
 import operator
 import os
