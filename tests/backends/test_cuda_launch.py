@@ -819,6 +819,18 @@ def test_log_probabilities_take_one_launch_and_no_second_row(monkeypatch):
     assert launched.count(0) == 2
 
 
+def test_entropies_of_subnormal_exponentials():
+    """All numbers but one are so far below the greatest that nothing else counts."""
+    for dtype, below in ((F32, -97), (F64, -735)):
+        logits = below + torch.rand(2, 1100, generator=torch.Generator().manual_seed(0), dtype=dtype)
+        logits[:, 5] = 0
+        found, wanted = log_probabilities(
+            fusednorm.selected_log_prob_and_entropy, {"logits": logits}, ids=torch.tensor([5, 7])
+        )
+        assert same(found, wanted)
+        assert (found[1] > 0).all()
+
+
 def test_m_that_a_caller_made_up():
     """Below numbers of the row, where exponentials are large; the gradient is that of the formula."""
     logits = torch.tensor([[0.0, 60, 88, 88.5, 95, -100, -95, -torch.inf]])
