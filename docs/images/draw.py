@@ -1,4 +1,4 @@
-"""Draws the pictures of README.md and docs/ from the tables in docs/, and prints README's figures.
+"""Draws the pictures of README.md and docs/ from norms.csv and the tables in docs/, and prints README's figures.
 
 ``python docs/images/draw.py`` writes the files anew. A test compares the files with the tables.
 
@@ -7,6 +7,7 @@ Each picture is 420 units wide, so that its text can be read on a phone, and two
 
 from __future__ import annotations
 
+import csv
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -28,44 +29,25 @@ RED, ORANGE, BLUE, GREEN, PURPLE, BROWN, GREY = (
     "#8a8f98",
 )
 
-#: Of one table: the name of a row, then the number in each column.
-Table = dict[str, dict[str, float]]
+#: Of norms.csv, which docs/performance.md explains.
+MACHINES = ("AMD Zen 4", "Intel Sapphire Rapids")
 
 
-def tables(page: str, heading: str) -> dict[str, Table]:
-    """The tables of numbers under a heading of a page in docs/, by the bold line above each."""
-    text = (DOCS / page).read_text()
-    part = text.split(f"### {heading}\n")[1].split("\n### ")[0].split("\n## ")[0]
-    found = {}
-    for title, head, body in re.findall(r"\*\*(.+)\*\* \(microseconds\)\n\n\|(.+)\|\n\|.+\n((?:\|.+\n)+)", part):
-        columns = [cell.strip() for cell in head.split("|")][1:]
-        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in body.splitlines()]
-        found[title] = {row[0]: dict(zip(columns, (float(c.split()[0]) for c in row[1:]), strict=True)) for row in rows}
-    return found
-
-
-#: The machines of docs/performance.md: what README calls them, the heading there, the column with vLLM's operator.
-MACHINES = {
-    "AMD Zen 4": ("AMD, Zen 4", "vLLM in place"),
-    "Intel Sapphire Rapids": ("Intel, Sapphire Rapids", "vLLM"),
-}
+def measured(machine: str) -> list[dict[str, str]]:
+    """The rows of norms.csv of one machine: microseconds of a call of one shape."""
+    with (DOCS / "images" / "norms.csv").open() as file:
+        return [row for row in csv.DictReader(file) if row["machine"] == machine]
 
 
 def ratios(machine: str, dtypes: Iterable[str]) -> dict[str, list[float]]:
     """How many times as long others take for the same call: one number for each shape, dtype and number of threads."""
-    heading, vllm = MACHINES[machine]
     pairs = {
         "torch eager": ("new", "eager"),
         "torch.compile": ("new", "compiled"),
-        "vLLM's operator, in place": ("in place", vllm),
+        "vLLM's operator, in place": ("in place", "vLLM"),
     }
-    cells = [
-        row
-        for title, table in tables("performance.md", heading).items()
-        if title.split(",")[0] in dtypes
-        for row in table.values()
-    ]
-    return {name: [cell[theirs] / cell[ours] for cell in cells] for name, (ours, theirs) in pairs.items()}
+    rows = [row for row in measured(machine) if row["dtype"] in dtypes]
+    return {name: [float(row[theirs]) / float(row[ours]) for row in rows] for name, (ours, theirs) in pairs.items()}
 
 
 def _short(ratio: float) -> str:
@@ -79,7 +61,7 @@ def medians() -> list[str]:
 
 
 def figures() -> list[str]:
-    """The table of docs/index.md: median, least and most."""
+    """The table of docs/performance.md: median, least and most."""
     kinds = {"16 bits": ("bfloat16", "float16"), "float32": ("float32",)}
     columns = [(machine, words, ratios(machine, dtypes)) for words, dtypes in kinds.items() for machine in MACHINES]
     lines = ["| | " + " | ".join(f"{machine}, {words}" for machine, words, _ in columns) + " |", "|---" * 5 + "|"]
@@ -240,12 +222,10 @@ def performance() -> str:
         parts.append(f'<path d="M{x} {y - 4}h18" stroke="{colour}" stroke-width="{width}"{dash}/>')
         parts.append(text(x + 24, y, name, size=12))
     top, height = 168.0, 170.0
-    for title, table in tables("performance.md", "Intel, Sapphire Rapids").items():
-        dtype, threads = title.split(", ")
-        if threads != "2 threads":
-            continue
+    rows = [row for row in measured("Intel Sapphire Rapids") if row["threads"] == "2"]
+    for dtype in dict.fromkeys(row["dtype"] for row in rows):
         size = 4 if dtype == "float32" else 2
-        points = sorted((4 * size * math.prod(map(int, shape.split(" x "))), row) for shape, row in table.items())
+        points = sorted((4 * size * int(row["rows"]) * int(row["N"]), row) for row in rows if row["dtype"] == dtype)
         across = _log_axis(6e3, 8e8, 52, WIDTH - 14)
         up = _log_axis(0.1, 300, top + height, top)
         parts.append(text(14, top - 10, dtype, bold=True))
@@ -256,7 +236,7 @@ def performance() -> str:
             parts.append(f'<path d="M{across(value):.1f} {top}v{height}" stroke="#d0d7de"/>')
             parts.append(text(across(value), top + height + 17, words, size=12, anchor="middle"))
         for column, (_, colour, width) in reversed(styles.items()):
-            line = [f"{across(n):.1f} {up(n / row[column] / 1e3):.1f}" for n, row in points if column in row]
+            line = [f"{across(n):.1f} {up(n / float(row[column]) / 1e3):.1f}" for n, row in points if row[column]]
             dash = ' stroke-dasharray="4 3"' if colour == GREY else ""
             if line:
                 parts.append(

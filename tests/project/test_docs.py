@@ -93,8 +93,9 @@ def test_pictures_show_what_the_tables_say():
     draw = runpy.run_path(str(ROOT / "docs" / "images" / "draw.py"))
     pictures = {path.name: path.read_text() for path in (ROOT / "docs" / "images").glob("*.svg")}
     assert pictures == {name: picture() for name, picture in draw["PICTURES"].items()}, "python docs/images/draw.py"
-    readme, index, bench = ((ROOT / page).read_text() for page in ("README.md", "docs/index.md", "docs/bench.md"))
-    assert "\n".join(draw["figures"]()) in index
+    pages = ("README.md", "docs/performance.md", "docs/bench.md")
+    readme, performance, bench = ((ROOT / page).read_text() for page in pages)
+    assert "\n".join(draw["figures"]()) in performance
     for medians in draw["medians"]():
         assert readme.count(medians) == 2
         assert f"{medians.split()[-1]} times" in bench
