@@ -31,7 +31,7 @@ html_css_files = ["wide.css"]
 MENU = {
     "Start": "tour install backends rounding training troubleshooting faults api",
     "In what you have": "torch transformers vllm rl onnx distributed compat",
-    "How it works": "spec design performance bench compare cuda triton writing_a_backend hardening stability releasing",
+    "How it works": "spec design performance bench compare cuda triton writing_a_backend stability releasing",
 }
 
 
