@@ -1,5 +1,6 @@
 """How Sphinx builds these pages: ``tox -e docs``."""
 
+import re
 from importlib import metadata
 from typing import Any
 
@@ -27,20 +28,13 @@ html_show_copyright = False
 html_static_path = ["_static"]
 html_css_files = ["wide.css"]
 
-#: The menu. It is added to the index here, because GitHub would show it as three blocks of code.
-MENU = {
-    "Start": "tour install backends rounding training troubleshooting faults api",
-    "In what you have": "torch transformers vllm rl onnx distributed compat",
-    "How it works": "spec design performance bench compare cuda triton writing_a_backend stability releasing",
-}
-
 
 def add_menu(_: Any, page: str, source: list[str]) -> None:
-    """Appends the menu to the index's source."""
+    """Makes a menu of the index's shelves, which GitHub would show as blocks of code."""
     if page == "index":
-        for caption, pages in MENU.items():
-            names = "\n".join(pages.split())
-            source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{names}\n```\n"
+        for shelf, pages in re.findall(r"^\*\*(\w+)\*\*\n\n((?:- .+\n)+)", source[0], flags=re.M):
+            names = "\n".join(re.findall(r"\((\w+)\.md\)", pages))
+            source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {shelf}\n\n{names}\n```\n"
 
 
 def setup(app: Any) -> None:
