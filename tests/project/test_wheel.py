@@ -157,7 +157,7 @@ def test_the_sdist_builds_the_wheel_that_the_checkout_builds(sdist, tmp_path):
     assert wheels[0].name == wheels[1].name
     # 2 MB, and 0.15 for each family since: log-probabilities have 80 KB of kernels and 90 KB of golden vectors,
     # LayerNorm 70 and 40.
-    assert wheels[0].stat().st_size < 2_300_000, "docs/install.md says what each part costs"
+    assert wheels[0].stat().st_size < 2_300_000, "docs/releasing.md says what each part costs"
 
 
 def test_texts_for_the_index(sdist, tmp_path_factory):
