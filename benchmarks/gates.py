@@ -83,11 +83,13 @@ def added_and_normalised(x, residual, weight, bias):
 
 def layer_norms():
     """Prints the table of LayerNorms: of each call our time, that beside the RMS norm's, and how many times torch's."""
-    print("| dtype | rows | layer_norm | | | fused_add_layer_norm | | | gradients | | |")
-    print("|---|---:|" + "---:|" * 9)
+    print("| dtype | rows | layer_norm | | | fused_add_layer_norm | | | compiled | gradients | | |")
+    print("|---|---:|" + "---:|" * 10)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         weight, bias = (torch.randn(4096).to(dtype).requires_grad_() for _ in range(2))
-        for rows in (1, 32, 512):
+        for rows in (1, 32, 512, 16384):  # the last ones from memory
+            torch._dynamo.reset()
+            compiled = torch.compile(added_and_normalised, dynamic=False)
             x, residual, d = torch.randn(3, rows, 4096).to(dtype)
             cells = [str(dtype)[6:], str(rows)]
             with torch.no_grad():
@@ -100,6 +102,7 @@ def layer_norms():
                     partial(fusednorm.fused_add_layer_norm, x, residual, weight, bias),
                     partial(fusednorm.fused_add_rms_norm, x, residual, weight, bias=bias),
                     partial(added_and_normalised, x, residual, weight, bias),
+                    partial(compiled, x, residual, weight, bias),
                 )
             x.requires_grad_()
             results = (
@@ -109,8 +112,8 @@ def layer_norms():
             )
             gradient_of = partial(torch.autograd.grad, inputs=(x, weight, bias), grad_outputs=d, retain_graph=True)
             gradients = in_turns(*(partial(gradient_of, result) for result in results))
-            for us, rms, others in (alone, added, gradients):
-                cells += [f"{us:.1f}", f"{us / rms:.2f}", f"{others / us:.1f}x"]
+            for us, rms, *others in (alone, added, gradients):
+                cells += [f"{us:.1f}", f"{us / rms:.2f}", *(f"{other / us:.1f}x" for other in others)]
             print(f"| {' | '.join(cells)} |", flush=True)
 
 
