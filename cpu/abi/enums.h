@@ -16,8 +16,8 @@ enum fn_pass {
  * memory, which takes the rows of out; QUANTIZE_ONLY: it takes the rows of x, and there is nothing else. GATE_AFTER,
  * GATE_BEFORE: a `struct fn_gate` follows, which takes the rows of out, or whose rows are taken as x, and rounded, with
  * ROUND_NORM, to out's kind; GATE_ONLY: there is nothing else. ROTATION_ONLY, LOG_PROB_ONLY: a `struct fn_rotation` or
- * `fn_log_prob` follows, and there is nothing else; for GPUs, and log-probabilities for Triton on CPUs too. CENTER: rows are
- * normalised less their means. */
+ * `fn_log_prob` follows, and there is nothing else; for GPUs, and log-probabilities for Triton on CPUs too. CENTER:
+ * rows are normalised less their means. */
 enum fn_flag {
     FN_ROUND_SUM = 1, FN_ROUND_NORM = 2, FN_SCALE_ONLY = 4, FN_QUANTIZED = 8, FN_QUANTIZE_ONLY = 16,
     FN_GATE_AFTER = 32, FN_GATE_BEFORE = 64, FN_GATE_ONLY = 128, FN_ROTATION_ONLY = 256, FN_CENTER = 512,

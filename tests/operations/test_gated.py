@@ -40,14 +40,12 @@ def test_constants_are_those_of_the_script(script, name):
     assert {key: getattr(scheme, key) for key in found} == found
     wanted = {number for value in found.values() for number in (value if isinstance(value, tuple) else (value,))}
     wanted -= {0.5, 1.0}
-    of_gpus = [] if script is tangent else ["csrc/activations.cuh"]
-    for path in ("cpu/kernels/gate_body.h", "docs/spec.md", *of_gpus):
+    of_gpus = {exponential: "csrc/exponential.cuh", gaussian: "csrc/activations.cuh", tangent: "csrc/log_prob.cuh"}
+    for path in ("cpu/kernels/gate_body.h", "docs/spec.md", of_gpus[script]):
         written = re.findall(r"-?\b0x[0-9a-f.]+p[-+]\d+", (ROOT / path).read_text())
         assert wanted <= set(map(float.fromhex, written)), path
-    if script is tangent:
-        return
-    kernels = (ROOT / "backends/triton/kernels/gates.py").read_text()
-    written = map(float, re.findall(r"\b\d\.\d+(?:e[-+]\d+)?\b", kernels))
+    kernels = (ROOT / f"backends/triton/kernels/{'log_prob' if script is tangent else 'gates'}.py").read_text()
+    written = map(float, re.findall(r"-?\b\d\.\d+(?:e[-+]\d+)?\b", kernels))
     rounded = numpy.float32 if name == "float32" else float
     assert set(map(rounded, wanted)) <= set(map(rounded, written))
 
