@@ -139,7 +139,7 @@ def with_one_bit(model: Any, ids: Tensor) -> Tensor:
 def differing_steps(model: Any, other: Any, ids: Tensor) -> None:
     """Prints how many elements of norms and gates differ where both have the same inputs."""
     found = shares_of_models(model, other, {"input_ids": ids})
-    norms = [share for share in found if "norm" in share.name and share.alone is not None]
+    norms = [share for share in found if "norm" in share.name and not share.reason]
     elements = sum(share.elements for share in norms)
     print(f"norms differ in {elements - sum(share.alone for share in norms)} of {elements} elements")
     calls = record(model, {"input_ids": ids})

@@ -3,13 +3,16 @@
 Each model has random weights and is built from its configuration: nothing is downloaded. First the answers: logits,
 hidden states and 64 greedy tokens with and without the patch, and one training step; then times, alternating in one
 process. ``--profile`` says where the time of one token goes. ``--encoders`` takes models with LayerNorms, and also
-leaves out what takes most of their time. ``--all`` looks at every kind of causal language model that transformers can
-build small, and only at logits.
+leaves out what takes most of their time. ``--training`` measures the memory and the time of a step of training.
+``--sizes`` takes models with the configurations of published ones and measures times alone. ``--all`` looks at every
+kind of causal language model that transformers can build small, and only at logits.
 
     python -P benchmarks/transformers_models.py
     python -P benchmarks/transformers_models.py --all
     python -P benchmarks/transformers_models.py --profile
     python -P benchmarks/transformers_models.py --encoders
+    python -P benchmarks/transformers_models.py --training
+    python -P benchmarks/transformers_models.py --sizes
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import statistics
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -77,6 +81,35 @@ ENCODER = {
     "num_hidden_layers": 4,
     "num_attention_heads": 12,
     "pad_token_id": 0,
+}
+#: The configurations of published models: the kind, and the sizes of it.
+PUBLISHED = {
+    "Qwen3 0.6B": (
+        "qwen3",
+        {
+            "vocab_size": 151936,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "Llama 3.2 1B": (
+        "llama",
+        {
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "deepseek_v3"]
 
@@ -154,12 +187,12 @@ def answers(kind: str) -> dict[str, Any]:
     return found
 
 
-def times(kind: str, rounds: int) -> dict[str, tuple[float, float]]:
+def times(kind: str, rounds: int, shape: dict[str, Any] = SHAPE) -> dict[str, tuple[float, float]]:
     """Milliseconds without and with the patch: 128 tokens at once, and one token after them.
 
     Medians over the turns; of each turn the best of its calls, because other programs may run beside it.
     """
-    model = build(kind, SHAPE, torch.bfloat16)
+    model = build(kind, shape, torch.bfloat16)
 
     def prefill() -> Any:
         return model(tokens(1, 128), use_cache=True).past_key_values
@@ -251,6 +284,56 @@ def encoder(kind: str, dtype: torch.dtype, rows: int, rounds: int) -> dict[str, 
     return least
 
 
+def memory(model: Any, step: Callable[[], None]) -> tuple[float, float]:
+    """MiB of a step of training: of all tensors that autograd keeps but parameters, and the most allocated at once."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        step()
+    for parameter in model.parameters():
+        kept.pop(parameter.data_ptr(), None)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    sizes = [event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return sum(kept.values()) / 2**20, max(itertools.accumulate(sizes)) / 2**20
+
+
+def training(kind: str, rounds: int) -> None:
+    """Prints memory and time of a step of 1024 tokens in bfloat16 without and with the patch, and the same with LoRA."""
+    import peft
+
+    ids = tokens(2, 512)
+    for name in ("all weights", "LoRA"):
+        model = build(kind, SHAPE | {"num_hidden_layers": 8}, torch.bfloat16).train()
+        if name == "LoRA":
+            model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))
+
+        def step(model: Any = model) -> None:
+            for parameter in model.parameters():
+                parameter.grad = None
+            model(ids, labels=ids).loss.backward()
+
+        found: tuple[list[Any], list[Any]] = ([], [])
+        seconds: tuple[list[float], list[float]] = ([], [])
+        for turn in range(2 * rounds + 2):
+            (fusednorm.transformers.patch if turn % 2 else fusednorm.transformers.unpatch)(model)
+            if turn < 2:
+                found[turn].extend(memory(model, step))
+                continue
+            begin = time.perf_counter()
+            step()
+            seconds[turn % 2].append(time.perf_counter() - begin)
+        both = [f"{before:.0f} -> {after:.0f} MiB" for before, after in zip(*found, strict=True)]
+        medians = [statistics.median(took) * 1e3 for took in seconds]
+        print(
+            f"| {name} | {' | '.join(both)} | {medians[0]:.0f} -> {medians[1]:.0f} ({medians[0] / medians[1]:.2f}x) |"
+        )
+
+
 def table(results: dict[str, Any]) -> str:
     """Markdown."""
     head = (
@@ -270,6 +353,26 @@ def table(results: dict[str, Any]) -> str:
             + " |"
         )
     return "\n".join(lines)
+
+
+def sizes(rounds: int) -> None:
+    """Prints a line for each published configuration."""
+    print(
+        "| Configuration | Parameters | Logits with the same bits | Decode, ms | Prefill of 128, ms |\n"
+        + "|---" * 5
+        + "|"
+    )
+    for name, (kind, shape) in PUBLISHED.items():
+        model = build(kind, shape, torch.bfloat16)
+        with torch.no_grad():
+            before = model(tokens(1, 32)).logits
+            fusednorm.transformers.patch(model)
+            equal = (model(tokens(1, 32)).logits == before).double().mean().item()
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        del model
+        took = times(kind, rounds, shape)
+        cells = (f"{a:.0f} -> {b:.0f} ({a / b:.2f}x)" for a, b in (took["decode"], took["prefill"]))
+        print(f"| {name} | {parameters / 1e9:.2f}e9 | {equal:.1%} | {' | '.join(cells)} |", flush=True)
 
 
 def every_kind() -> None:
@@ -319,12 +422,21 @@ def main() -> None:
     parser.add_argument("--encoders", action="store_true")
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--sizes", action="store_true")
+    parser.add_argument("--training", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     if arguments.all:
         every_kind()
+        return
+    if arguments.sizes:
+        sizes(arguments.rounds)
+        return
+    if arguments.training:
+        print("| Trained | Kept for the backward pass | Most at once | Step, ms |\n" + "|---" * 4 + "|")
+        training("qwen3", arguments.rounds)
         return
     if arguments.encoders:
         print("| Model | Dtype | Tokens | Call, ms | Without products and attention |\n" + "|---" * 5 + "|")
