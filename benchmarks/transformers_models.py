@@ -303,7 +303,7 @@ def memory(model: Any, step: Callable[[], None]) -> tuple[float, float]:
 
 
 def training(kind: str, rounds: int) -> None:
-    """Prints memory and time of a step of 1024 tokens in bfloat16 without and with the patch, and the same with LoRA."""
+    """Prints memory and time of a step of 1024 tokens, without and with the patch: of all weights, and with LoRA."""
     import peft
 
     ids = tokens(2, 512)
