@@ -79,9 +79,14 @@ def load(folder: Path, dtype: torch.dtype) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
+def copied_from(model: Any) -> Any:
+    """A model with the same weights in memory."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in model.parameters()})
+
+
 def patched(model: Any, **options: Any) -> Any:
     """A model with the same weights in memory, and with the patch."""
-    copied = copy.deepcopy(model, {id(tensor): tensor for tensor in model.parameters()})
+    copied = copied_from(model)
     fusednorm.transformers.patch(copied, **options)
     return copied
 
@@ -123,17 +128,16 @@ def in_two_parts(model: Any, ids: Tensor) -> Tensor:
     return torch.cat((first.logits[0], second.logits[0]))
 
 
-def with_one_bit(model: Any, ids: Tensor) -> Tensor:
-    """The logits where one element after the first norm is the next number of its dtype."""
+def with_one_element_changed(model: Any) -> Any:
+    """A model with the same weights, where one element after the first norm is the next number of its dtype."""
 
     def next_number(_module: Any, _operands: Any, result: Tensor) -> None:
-        result[0, 1, 0] = torch.nextafter(result[0, 1, 0], result.new_tensor(float("inf")))
+        second = result[0, :2][-1]
+        second[0] = torch.nextafter(second[0], second.new_tensor(float("inf")))
 
-    hook = model.model.layers[0].input_layernorm.register_forward_hook(next_number)
-    try:
-        return logits_of(model, ids)
-    finally:
-        hook.remove()
+    copied = copied_from(model)
+    copied.model.layers[0].input_layernorm.register_forward_hook(next_number)
+    return copied
 
 
 def differing_steps(model: Any, other: Any, ids: Tensor) -> None:
@@ -169,7 +173,7 @@ def answers(folder: Path) -> None:
     )
     for dtype in (torch.bfloat16, torch.float32):
         without = load(folder, dtype)
-        with_patch = patched(without)
+        with_patch, changed = patched(without), with_one_element_changed(without)
         forms: dict[str, Callable[[Tensor], Tensor]] = {
             "without": partial(logits_of, without),
             "with the patch": partial(logits_of, with_patch),
@@ -177,20 +181,21 @@ def answers(folder: Path) -> None:
             "the same, additions and rotations": partial(logits_of, patched(without, steps=UNGATED)),
             "its gates alone": partial(logits_of, patched(without, steps=("gates",))),
             "without, in two parts": partial(in_two_parts, without),
-            "without, one element changed": partial(with_one_bit, without),
+            "without, one element changed": partial(logits_of, changed),
         }
+        generate = {"with the patch": with_patch, "without, one element changed": changed}
+        words = [greedy(without, prompt) for prompt in prompts]
         found: dict[str, Tensor] = {}
         for name, form in forms.items():
             of_texts = [form(text) for text in texts]
             found[name] = of_texts[0]
             equal = (found[name] == found["without"]).double().mean().item()
             error = statistics.mean(map(error_of, of_texts, exact))
-            same = ""
-            if name == "with the patch":
-                same = (
-                    f"{sum(greedy(without, ids) == greedy(with_patch, ids) for ids in prompts)} of {len(prompts)} equal"
-                )
             loss = loss_of(found[name], texts[0])
+            same = ""
+            if name in generate:
+                count = sum(greedy(generate[name], prompt) == own for prompt, own in zip(prompts, words, strict=True))
+                same = f"{count} of {len(prompts)} equal"
             print(f"| {str(dtype)[6:]}, {name} | {equal:.2%} | {same} | {loss:.5f} | {error:.1e} |", flush=True)
         fused, norms = found["the same, additions and rotations"], found["its norms alone"]
         assert torch.equal(fused, norms), "a fused addition or rotation changed a bit"
@@ -198,35 +203,36 @@ def answers(folder: Path) -> None:
             differing_steps(without, with_patch, texts[0])
 
 
-def measured(calls: dict[str, Callable[[], Any]], rounds: int, repeat: int) -> dict[str, list[float]]:
-    """Milliseconds of each call in each round, the best of a few, where the calls take turns."""
+def measured(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of each call in each round, where the calls take turns.
+
+    Of one thread it is the time on the processor, which other programs do not lengthen, else wall-clock time.
+    """
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     found: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds + 1):
+    for turn in range(rounds + 2):
         for name, call in calls.items():
-            took = []
-            for _ in range(repeat):
-                begin = time.perf_counter()
-                call()
-                took.append((time.perf_counter() - begin) * 1e3)
-            if turn:
-                found[name].append(min(took))
+            begin = clock()
+            call()
+            if turn >= 2:
+                found[name].append((clock() - begin) * 1e3)
     return found
 
 
-def token_after(model: Any, ids: Tensor) -> Callable[[], Any]:
+def token_after(model: Any, ids: Tensor) -> Callable[[], None]:
     """A call that decodes one token after the text."""
     cache = model(ids, use_cache=True).past_key_values
-    length, last = ids.shape[1], ids[:, -1:]
+    last = ids[:, -1:]
 
-    def decode() -> Any:
-        cache.crop(length)
-        return model(last, past_key_values=cache, use_cache=True)
+    def decode() -> None:
+        model(last, past_key_values=cache, use_cache=True)
+        cache.crop(-1)  # the next call finds the same cache
 
     return decode
 
 
 def times(folder: Path, dtype: torch.dtype, rounds: int, compiled: bool) -> None:
-    """Prints milliseconds of decode and prefill without and with the patch."""
+    """Prints the median and the least milliseconds of decode and prefill without and with the patch."""
     ids = ids_of(folder, TEXT)
     without = load(folder, dtype)
     models = {"without": without, "with": patched(without)}
@@ -237,7 +243,7 @@ def times(folder: Path, dtype: torch.dtype, rounds: int, compiled: bool) -> None
             name: token_after(model, ids) if work == "decode" else partial(model, ids, use_cache=True)
             for name, model in models.items()
         }
-        found = measured(calls, rounds, 10 if work == "decode" else 4)
+        found = measured(calls, rounds if work == "decode" else rounds // 3)
         for suffix in ("", ", compiled") if compiled else ("",):
             both = found["without" + suffix], found["with" + suffix]
             figures = [[choose(took) for took in both] for choose in (statistics.median, min)]
@@ -252,10 +258,10 @@ def profile(folder: Path, dtype: torch.dtype, rounds: int) -> None:
     without = load(folder, dtype)
     print("| | Token, ms | Matrix products | Attention | Other operations | Python |\n" + "|---" * 6 + "|")
     calls = {"without": token_after(without, ids), "with": token_after(patched(without), ids)}
-    found = measured(calls, rounds, 10)
+    found = measured(calls, rounds)
     for name, call in calls.items():
         least: dict[str, float] = {}
-        for _ in range(rounds):
+        for _ in range(rounds // 6):
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
                 call()
             spent = dict.fromkeys(("products", "attention", "other"), 0.0)
@@ -278,7 +284,7 @@ def main() -> None:
     parser.add_argument("--times", choices=("bfloat16", "float32"))
     parser.add_argument("--profile", choices=("bfloat16", "float32"))
     parser.add_argument("--compiled", action="store_true", help="with --times: compiled models too")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=60, help="calls of each; a third of them of the prefill")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
