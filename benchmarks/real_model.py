@@ -30,6 +30,7 @@ import torch
 import transformers
 from torch import Tensor
 from torch.nn.functional import gelu
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusednorm
 import fusednorm.transformers
@@ -46,8 +47,8 @@ TEXT = (
     "The Moon is Earth's only natural satellite. It orbits at an average distance of 384,400 kilometres, about thirty "
     "times the diameter of Earth, and always shows the same face, because it turns once in the time of one orbit."
 )
-#: Of the operations that the profiler names; all others are norms, rotations, gates, copies and the like.
-WORDS = {"mm": "products", "linear": "products", "matmul": "products", "attention": "attention"}
+#: torch's operations that are matrix products.
+PRODUCTS = ("mm", "addmm", "bmm")
 #: The kinds of steps of the patch but for gates.
 UNGATED = ("norms", "additions", "rotations")
 #: Greedy tokens after each prompt.
@@ -252,29 +253,49 @@ def times(folder: Path, dtype: torch.dtype, rounds: int, compiled: bool) -> None
             print(f"| {str(dtype)[6:]} | {threads} | {work}{suffix} | {' | '.join(cells)} |", flush=True)
 
 
+class Timed(TorchDispatchMode):
+    """Milliseconds on the processor of matrix products and attention, and the number of all other operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = {"products": 0.0, "attention": 0.0, "others": 0}
+
+    def __torch_dispatch__(self, function: Any, types: Any, operands: Any = (), options: Any = None) -> Any:
+        """Runs the operation."""
+        name = function.overloadpacket.__name__
+        begin = time.thread_time()
+        result = function(*operands, **(options or {}))
+        took = (time.thread_time() - begin) * 1e3
+        if name in PRODUCTS:
+            self.found["products"] += took
+        elif "attention" in name:
+            self.found["attention"] += took
+        else:
+            self.found["others"] += 1
+        return result
+
+
 def profile(folder: Path, dtype: torch.dtype, rounds: int) -> None:
-    """Prints where the time of a decoded token goes, by torch's profiler: the least of each kind of operation."""
+    """Prints where the time of a decoded token goes: medians on the processor, of one thread.
+
+    All else is norms, rotations, gates, and Python: most of these operations take less time than their calls.
+    """
+    torch.set_num_threads(1)
     ids = ids_of(folder, TEXT)
     without = load(folder, dtype)
-    print("| | Token, ms | Matrix products | Attention | Other operations | Python |\n" + "|---" * 6 + "|")
+    print("| | Token, ms | Matrix products | Attention | All else | Its operations |\n" + "|---" * 6 + "|")
     calls = {"without": token_after(without, ids), "with": token_after(patched(without), ids)}
-    found = measured(calls, rounds)
+    whole = measured(calls, rounds)
     for name, call in calls.items():
-        least: dict[str, float] = {}
-        for _ in range(rounds // 6):
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        turns = []
+        for _ in range(rounds):
+            with Timed() as timed:
                 call()
-            spent = dict.fromkeys(("products", "attention", "other"), 0.0)
-            for event in profiler.key_averages():
-                kind = next((kind for word, kind in WORDS.items() if word in event.key), "other")
-                spent[kind] += event.self_cpu_time_total / 1e3
-            least = {kind: min(took, least.get(kind, took)) for kind, took in spent.items()}
-        rest = min(found[name]) - sum(least.values())
-        print(
-            f"| {name} | {min(found[name]):.2f} | "
-            + " | ".join(f"{took:.2f}" for took in (*least.values(), rest))
-            + " |"
-        )
+            turns.append(timed.found)
+        token = statistics.median(whole[name])
+        products, attention, others = (statistics.median(turn[kind] for turn in turns) for kind in turns[0])
+        rest = token - products - attention
+        print(f"| {name} | {token:.1f} | {products:.1f} | {attention:.1f} | {rest:.1f} | {others:.0f} |")
 
 
 def main() -> None:

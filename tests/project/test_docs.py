@@ -57,6 +57,18 @@ def test_links_of_the_readme():
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
+def test_commands_name_benchmarks_and_options_that_are_there():
+    """In blocks of commands: the file, and every option that follows it."""
+    found = []
+    for page in ROOT.glob("docs/*.md"):
+        commands = "".join(re.findall(r"```sh\n(.*?)```", page.read_text(), flags=re.DOTALL)).replace("\\\n", " ")
+        found += re.findall(r"(benchmarks/\w+\.py)([^\n#|;&]*)", commands)
+    assert len(found) > 10
+    for file, options in found:
+        code = (ROOT / file).read_text()
+        assert [option for option in re.findall(r"--[\w-]+", options) if f'"{option}"' not in code] == [], file
+
+
 def test_commands_name_the_torch_that_they_install():
     """pip would take PyPI's, on Linux with gigabytes of CUDA."""
     pages = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"))
