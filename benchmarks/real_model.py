@@ -8,6 +8,7 @@ GGUF file that the package index has in parts. The two models share their weight
     python -P benchmarks/real_model.py gemma3-270m --times bfloat16 --threads 2
     python -P benchmarks/real_model.py gemma3-270m --times bfloat16 --compiled
     python -P benchmarks/real_model.py gemma3-270m --profile bfloat16
+    python -P benchmarks/real_model.py gemma3-270m --errors LICENSE
 
 Without an option it compares answers: greedy texts, losses, logits, and the error of log-probabilities.
 """
@@ -204,6 +205,28 @@ def answers(folder: Path) -> None:
             differing_steps(without, with_patch, texts[0])
 
 
+def errors(folder: Path, files: list[Path], pieces: int) -> None:
+    """Prints the error of a log-probability in bfloat16 of pieces of files, and how often it is less than without."""
+    exact, without = load(folder, torch.float64), load(folder, torch.bfloat16)
+    forms = {"without": without, "with the patch": patched(without), "one element": with_one_element_changed(without)}
+    found: dict[str, list[float]] = {name: [] for name in forms}
+    for file in files:
+        begin, *tokens = ids_of(folder, file.read_text())[0].tolist()
+        for start in range(0, len(tokens) // pieces * pieces, len(tokens) // pieces):
+            ids = torch.tensor([[begin, *tokens[start : start + 48]]])
+            expected = logits_of(exact, ids)
+            for name, model in forms.items():
+                found[name].append(error_of(logits_of(model, ids), expected))
+    for name, of_form in found.items():
+        moved = [error - own for error, own in zip(of_form, found["without"], strict=True)]
+        spread = statistics.stdev(moved) / len(moved) ** 0.5
+        print(
+            f"{name}: {statistics.mean(of_form):.4f}, moved by {statistics.mean(moved):+.4f} "
+            f"(standard error {spread:.4f}), "
+            f"less in {sum(by < 0 for by in moved)} of {len(moved)}"
+        )
+
+
 def measured(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
     """Milliseconds of each call in each round, where the calls take turns.
 
@@ -304,6 +327,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--times", choices=("bfloat16", "float32"))
     parser.add_argument("--profile", choices=("bfloat16", "float32"))
+    parser.add_argument("--errors", type=Path, nargs="+", metavar="FILE", help="of texts in bfloat16, in pieces")
+    parser.add_argument("--pieces", type=int, default=8, help="with --errors: of each file")
     parser.add_argument("--compiled", action="store_true", help="with --times: compiled models too")
     parser.add_argument("--rounds", type=int, default=60, help="calls of each; a third of them of the prefill")
     parser.add_argument("--threads", type=int, default=1)
@@ -317,6 +342,8 @@ def main() -> None:
     with torch.no_grad():
         if arguments.times:
             times(arguments.folder, getattr(torch, arguments.times), arguments.rounds, arguments.compiled)
+        elif arguments.errors:
+            errors(arguments.folder, arguments.errors, arguments.pieces)
         elif arguments.profile:
             profile(arguments.folder, getattr(torch, arguments.profile), arguments.rounds)
         else:
