@@ -188,7 +188,7 @@ def log_prob_backward(far, rows, size, name="log_softmax"):
     d = far(BF16, (rows // 3, 3, size)) if whole else far.side_by_side(F32, rows, 2)
     strides = logits.stride()[:2], (3 * size, size), d.stride()[:2] if whole else (0, 0)
     given = logits, ids, None, 0.0, None, d, d_entropy, m, s, entropy
-    call = LogProbBackward(name, *given, dx, size, rows, 3, strides)
+    call = LogProbBackward(name, *given, dx, (0, size), size, rows, 3, strides)
     return lambda backend: MODULES[backend].backward(call)
 
 

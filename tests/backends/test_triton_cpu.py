@@ -219,7 +219,7 @@ def test_c_gives_a_kernel_log_probabilities(dtype, number):
     given = {"name": "selected", "logits": logits, "ids": ids, "temperature": temperature, "softcap": 0.5}
     given |= {"m": m, "s": s, "entropy": entropy, "ignore_index": -100, "hidden_size": 8, "rows": 6, "inner": 3}
     forward = LogProb(**given, out=out, strides=((500, 8), (501, 9)))
-    backward = LogProbBackward(**given, d=d, d_entropy=dh, dx=dx, strides=((500, 8), (501, 9), (502, 10)))
+    backward = LogProbBackward(**given, d=d, d_entropy=dh, dx=dx, part=(0, 8), strides=((500, 8), (501, 9), (502, 10)))
     for name, call in (("log_prob", forward), ("log_prob_backward", backward)):
         function = kernel(name, number, calls)
         address = ctypes.cast(function, POINTER).value
