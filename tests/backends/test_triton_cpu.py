@@ -228,7 +228,7 @@ def test_c_gives_a_kernel_log_probabilities(dtype, number):
     kept, numbers = [t.data_ptr() for t in (m, s, entropy)], (8, 2, -100, 1, 0.5)
     lies = (8, 9, 0, 3, 476, 474, 0)
     assert calls[2][0] == (*before, *[out.data_ptr()] * 2, *kept, *[None] * 3, *lies, *numbers, 2, 0, 0, 6, 1, 1)
-    of_d, lies = (d.data_ptr(), d.data_ptr(), dh.data_ptr()), (8, 9, 10, 3, 476, 474, 472)
+    of_d, lies = (d.data_ptr(), d.data_ptr(), dh.data_ptr()), (8, 9, 1, 3, 476, 474, -3)
     assert calls[9][0] == (*before, *[dx.data_ptr()] * 2, *kept, *of_d, *lies, *numbers, 3, 0, 0, 6, 1, 1)
     plain, function = forward._replace(inner=6, ignore_index=None), kernel("log_prob", number, calls)
     assert LIB.fn_run_triton(ctypes.cast(function, POINTER).value, c_abi.pack_log_prob_alone(plain), 6) == 0
