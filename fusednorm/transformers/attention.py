@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.transformers.layers import _names, _parse, _target, called, compiled, evaluated, source
-from fusednorm.transformers.norms import Form
+from fusednorm.transformers.norms import Taken
 from fusednorm.transformers.reads import LeftAloneError, Reads
 from fusednorm.transformers.replacing import Outcome, Patched, attach, bare, replaced
 from fusednorm.transformers.rotations import Rotation, Rotations, Tables, rotations, tables_of
@@ -79,8 +79,8 @@ class PatchedAttention(Patched):
         site = self._sites[number]
         norms: list[Any] = [self._modules[name] for name in site.norms]
         rotation = self._rotation(site, function, q, k, tables)
-        form = _form_of_both(norms, q, k) if norms and rotation is not None else None
-        if norms and form is None:
+        both = _taken_together(norms, q, k) if norms and rotation is not None else None
+        if norms and both is None:
             q, k = norms[0](q), norms[1](k)
         if rotation is None:
             if site.transposed:
@@ -93,10 +93,10 @@ class PatchedAttention(Patched):
         if rotation.to_halves:
             q, k = _as_halves(q, tables.size), _as_halves(k, tables.size)
         of_norm: dict[str, Any] = {}
-        if form is not None:
-            q_weight, k_weight = (getattr(norm, "weight", None) for norm in norms)
-            of_norm = {"q_weight": q_weight, "k_weight": k_weight, "eps": form.eps, **form.of_norm}
-        return rotation.of(q, k, *tables.angles, norm=form is not None, **of_norm)
+        if both is not None:
+            one, other = both
+            of_norm = {"q_weight": one.weight, "k_weight": other.weight, "eps": one.form.eps, **one.form.of_norm}
+        return rotation.of(q, k, *tables.angles, norm=both is not None, **of_norm)
 
     def rotated(self, q: Tensor, k: Tensor, tables: Any) -> tuple[Tensor, Tensor] | None:
         """q and k, [batch, tokens, heads, D], rotated as at the first site; None where its function has to do it."""
@@ -145,13 +145,14 @@ class PatchedAttention(Patched):
         return rotation if self._fusednorm is True else replace(rotation, **self._fusednorm)
 
 
-def _form_of_both(norms: list[Any], q: Tensor, k: Tensor) -> Form | None:
-    """The form of two norms; None where they have to be called."""
+def _taken_together(norms: list[Any], q: Tensor, k: Tensor) -> tuple[Taken, Taken] | None:
+    """Two norms of one form; None where they have to be called."""
     if not all(isinstance(norm, Patched) and bare(norm) for norm in norms):
         return None
-    one, other = norms
-    form: Form | None = one._form(q)
-    return form if form is not None and not form.center and form == other._form(k) else None
+    one, other = norms[0]._taken(q), norms[1]._taken(k)
+    if one is None or other is None or one.form.center or one.form != other.form:
+        return None
+    return one, other
 
 
 def _as_halves(x: Tensor, size: int) -> Tensor:

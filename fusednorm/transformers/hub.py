@@ -22,7 +22,7 @@ from fusednorm.operations import gate as gates
 from fusednorm.operations.norm import rms_norm
 from fusednorm.operations.norm_gated import rms_norm_gated
 from fusednorm.transformers.mlps import DTYPES, MLP, activation_of, mlp
-from fusednorm.transformers.norms import Form, Forms, form_of, forms
+from fusednorm.transformers.norms import Form, Forms, forms, taken
 from fusednorm.transformers.reads import LeftAloneError, Reads
 from fusednorm.transformers.rotations import Halves, Pairs, Rotation, Tables, rotations
 
@@ -82,8 +82,8 @@ def _form(module: torch.nn.Module, x: Tensor, trace: Callable[[torch.nn.Module, 
     """A module's form for x."""
     _trace(module, trace)
     reads, found = module.__dict__["_fusednorm_traced"]
-    form = None if found is None else form_of(found, reads, x, module)
-    return None if form is None or form.center else form
+    norm = None if found is None else taken(found, reads, x, module)
+    return None if norm is None or norm.form.center else norm.form
 
 
 class SiLU(_Layer):

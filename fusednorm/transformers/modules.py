@@ -29,9 +29,9 @@ from fusednorm.operations.two_norms import (
     rms_norm_add_rms_norm_on_fast_path,
 )
 from fusednorm.transformers.layers import Rewritten, evaluated, rewritten
-from fusednorm.transformers.norms import Form, Forms, form_of
+from fusednorm.transformers.norms import Forms, Taken, taken
 from fusednorm.transformers.reads import Reads
-from fusednorm.transformers.replacing import Patched, bare, parameter
+from fusednorm.transformers.replacing import Patched, bare
 
 
 @dataclass(frozen=True)
@@ -80,18 +80,18 @@ class PatchedNorm(Patched):
         """Normalises one argument, or gates it by a second one. For other arguments it calls the original class."""
         if len(args) == 1 and not kwargs:
             (x,) = args
-            form = self._form(x)
-            if form is not None:
+            norm = self._taken(x)
+            if norm is not None:
                 state = self._fusednorm
                 handed, state.handed = state.handed, None
                 if handed is not None and handed.fits(x):
                     return handed.y
-                return _normed(self, form, x)
+                return _normed(norm, x)
         elif len(args) == 2 and not kwargs:
             x, gate = args
-            form = self._form_with_gate(x, gate)
-            if form is not None:
-                return rms_norm_gated(x, gate, getattr(self, "weight", None), form.eps, **form.of_gate)
+            norm = self._taken_with_gate(x, gate)
+            if norm is not None:
+                return rms_norm_gated(x, gate, norm.weight, norm.form.eps, **norm.form.of_gate)
         return super().forward(*args, **kwargs)
 
     def after_addition(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,14 +119,14 @@ class PatchedNorm(Patched):
             return [("fused_add_rms_norm", {"eps": form.eps, **form.of_norm, "round_sum": False})]
         return [("layer_norm" if form.center else "rms_norm", {"eps": form.eps, **form.of_norm, **added})]
 
-    def _form(self, x: Any) -> Form | None:
+    def _taken(self, x: Any) -> Taken | None:
         state = self._fusednorm
-        return form_of(state.forms, state.reads, x, self) if isinstance(x, Tensor) else None
+        return taken(state.forms, state.reads, x, self) if isinstance(x, Tensor) else None
 
-    def _form_with_gate(self, x: Any, gate: Any) -> Form | None:
+    def _taken_with_gate(self, x: Any, gate: Any) -> Taken | None:
         if not (isinstance(x, Tensor) and isinstance(gate, Tensor) and x.dtype == gate.dtype and x.shape == gate.shape):
             return None
-        return form_of(self._fusednorm.gated, self._fusednorm.reads, x, self)
+        return taken(self._fusednorm.gated, self._fusednorm.reads, x, self)
 
 
 class PatchedLayer(Patched):
@@ -185,11 +185,11 @@ class PatchedLayer(Patched):
 
     def _norm_add(self, first: torch.nn.Module, x: Tensor, residual: Tensor) -> Tensor:
         """``residual + first(x)``."""
-        form, weight = _form_beside(first, x, residual), parameter(first, "weight")
-        if form is None or form.center or not _alike(x, residual, weight):
+        norm = _taken_beside(first, x, residual)
+        if norm is None or norm.form.center or not _alike(x, residual, norm.weight):
             total: Tensor = residual + first(x)
             return total
-        return rms_norm_add(x, residual, weight, form.eps, **form.of_norm)
+        return rms_norm_add(x, residual, norm.weight, norm.form.eps, **norm.form.of_norm)
 
     def _sum(self, x: Tensor, residual: Tensor, first: torch.nn.Module | None, x_scale: Any) -> Tensor:
         """``residual + x``, without a norm after it."""
@@ -223,9 +223,9 @@ rewritten_layer = functools.cache(rewritten)
 # longer than the norm. Functions are few therefore, and C, which compares shapes and devices, is asked before they are.
 
 
-def _normed(norm: torch.nn.Module, form: Form, x: Tensor) -> Tensor:
-    """The rows of a norm of this form."""
-    weight, bias = _affine(norm, form)
+def _normed(norm: Taken, x: Tensor) -> Tensor:
+    """The rows of a norm."""
+    form, weight, bias = norm
     y: Tensor | None = None
     if form.center:
         if not is_dynamo_compiling():
@@ -240,10 +240,10 @@ def _added(
     norm: torch.nn.Module, x: Tensor, residual: Tensor, first: torch.nn.Module | None, x_scale: Any
 ) -> tuple[Tensor, Tensor] | None:
     """One call for the addition and the norms around it; None where that would compute something else."""
-    form = _form_beside(norm, x, residual)
-    if form is None or (first is None and type(x_scale) not in (float, int)):
+    after = _taken_beside(norm, x, residual)
+    if after is None or (first is None and type(x_scale) not in (float, int)):
         return None
-    weight, bias = _affine(norm, form)
+    form, weight, bias = after
     both: tuple[Tensor, Tensor] | None = None
     fast = not is_dynamo_compiling()
     offset, rounded = form.weight_offset, form.round_norm
@@ -262,14 +262,14 @@ def _added(
         if both is None and _alike(x, residual, weight):
             both = fused_add_rms_norm(x, residual, weight, eps, x_scale=x_scale, round_sum=sums, **form.of_norm)
         return both
-    before = _form_beside(first, x, residual)
-    if before is None or before.center or before.of_norm != form.of_norm:
+    before = _taken_beside(first, x, residual)
+    if before is None or before.form.center or before.form.of_norm != form.of_norm:
         return None
-    weights = parameter(first, "weight"), weight
+    weights, first_eps = (before.weight, weight), before.form.eps
     if fast:
-        both = rms_norm_add_rms_norm_on_fast_path(x, residual, *weights, before.eps, eps, None, offset, sums, rounded)
+        both = rms_norm_add_rms_norm_on_fast_path(x, residual, *weights, first_eps, eps, None, offset, sums, rounded)
     if both is None and _alike(x, residual, *weights):
-        both = rms_norm_add_rms_norm(x, residual, *weights, before.eps, next_eps=eps, round_sum=sums, **form.of_norm)
+        both = rms_norm_add_rms_norm(x, residual, *weights, first_eps, next_eps=eps, round_sum=sums, **form.of_norm)
     return both
 
 
@@ -283,21 +283,15 @@ def _refuse_a_rounded_sum(norm: torch.nn.Module | None, total: Tensor) -> None:
         )
 
 
-def _affine(norm: torch.nn.Module, form: Form) -> tuple[Any, Any]:
-    """The weight and the bias of a norm."""
-    weight = parameter(norm, "weight")
-    return (weight + form.added if form.added else weight), parameter(norm, "bias") if form.center else None
-
-
-def _form_beside(norm: torch.nn.Module, x: Tensor, residual: Tensor) -> Form | None:
-    """The form of a norm beside an addition of such operands; None where one call for both would be something else.
+def _taken_beside(norm: torch.nn.Module, x: Tensor, residual: Tensor) -> Taken | None:
+    """A norm beside an addition of such operands; None where one call for both would be something else.
 
     A call of ours calls no hooks, and its operands are :func:`_alike`.
     """
     if not (isinstance(norm, PatchedNorm) and bare(norm) and isinstance(x, Tensor) and isinstance(residual, Tensor)):
         return None
     state = norm._fusednorm
-    return form_of(state.forms, state.reads, x, norm) if x.dtype == residual.dtype else None
+    return taken(state.forms, state.reads, x, norm) if x.dtype == residual.dtype else None
 
 
 def _alike(x: Tensor, residual: Tensor, *weights: Tensor | None) -> bool:

@@ -11,13 +11,12 @@ import itertools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, dtype, fx
 
 from fusednorm.transformers.reads import LeftAloneError, Reads, traced
-from fusednorm.transformers.replacing import parameter
 
 aten = torch.ops.aten
 
@@ -65,16 +64,26 @@ class Form:
 Forms = dict[tuple[dtype, dtype | None], Form]
 
 
-def form_of(found: Forms, reads: Reads, x: Tensor, module: torch.nn.Module) -> Form | None:
+class Taken(NamedTuple):
+    """The form of a module, and the weight and the bias that its call takes; the bias of a LayerNorm."""
+
+    form: Form
+    weight: Any
+    bias: Any
+
+
+def taken(found: Forms, reads: Reads, x: Tensor, module: torch.nn.Module) -> Taken | None:
     """The form of a module that holds for such an input, while its attributes are as they were read."""
-    own, weight = module.__dict__, parameter(module, "weight")
+    own = module.__dict__
+    parameters, bias = own["_parameters"], None  # which the module's attributes find only after a search of all else
+    weight: Any = parameters["weight"] if "weight" in parameters else getattr(module, "weight", None)
     form = found.get((x.dtype, None if weight is None else weight.dtype))
     if form is None or (form.dims is not None and form.dims != x.dim()):
         return None
     if form.center:
         if _autocast() and torch.is_autocast_enabled(x.device.type):  # torch's LayerNorm may convert its operands
             return None
-        bias = parameter(module, "bias")
+        bias = parameters["bias"] if "bias" in parameters else getattr(module, "bias", None)
         if bias is not None and (weight is None or bias.dtype != weight.dtype):
             return None
     if form.length is not None and x.shape[-1:] != (form.length,):
@@ -82,7 +91,7 @@ def form_of(found: Forms, reads: Reads, x: Tensor, module: torch.nn.Module) -> F
     for name, value in reads.values.items():
         if own.get(name, ...) is not value and not reads.hold(module):
             return None
-    return form
+    return Taken(form, weight + form.added if form.added else weight, bias)
 
 
 def forms(module: torch.nn.Module, reads: Reads | None = None, gated: bool = False) -> Forms:

@@ -49,15 +49,6 @@ class Patched(torch.nn.Module):
         return {}
 
 
-def parameter(module: torch.nn.Module, name: str) -> Any:
-    """A module's parameter, or its attribute of this name; None without either.
-
-    Modules find their parameters only after a search of all else, which takes longer than a norm of few rows.
-    """
-    parameters = module.__dict__["_parameters"]
-    return parameters[name] if name in parameters else getattr(module, name, None)
-
-
 def bare(module: torch.nn.Module) -> bool:
     """Whether a call of the module only calls its forward pass."""
     own = module.__dict__  # by which an attribute is found sooner

@@ -159,7 +159,7 @@ def test_norms_are_as_accurate(name, dtype):
     compared = 0
     for module in model.modules():
         if isinstance(module, modules.PatchedNorm):
-            before, form = module._made_of[0].forward(module, x), module._form(x)
+            before, form = module._made_of[0].forward(module, x), module._taken(x).form
             weight = module.weight.double() + form.weight_offset + form.added
             bound = layer_norm_bound(x, weight, getattr(module, "bias", None), form.eps, before)
             assert ((module(x).double() - before.double()).abs() <= bound).all()
@@ -288,7 +288,7 @@ def test_layers_by_hand():
     assert layers.rewritten(Post, names)[1:5] == (2, 0, False, False)
     assert layers.rewritten(Nested, names)[1:5] == (1, 0, True, False)
     assert layers.first_norm(Nested) == "first"
-    assert layers.rewritten(Branches, names)[1:] == (0, 0, True, False, (None,))
+    assert layers.rewritten(Branches, names)[1:6] == (0, 0, True, False, (None,))
     for kept in (Later, Maybe):
         with pytest.raises(LeftAloneError, match="no addition"):
             layers.rewritten(kept, names)
