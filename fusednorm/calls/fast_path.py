@@ -201,7 +201,7 @@ class Entry(NamedTuple):
         return cast("Callable[..., Any]", found)
 
 
-def _nothing(*_: object) -> None:
+def _nothing(*_: object, **__: object) -> None:
     pass
 
 

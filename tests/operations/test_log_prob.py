@@ -341,3 +341,9 @@ def test_no_second_tensor_of_all_rows(monkeypatch):
         for found, wanted in zip(selected_log_prob_and_entropy(LOGITS, IDS), whole, strict=True):
             assert found.equal(wanted)
     assert seen == [1] * 8
+
+
+def test_without_a_fast_path(monkeypatch):
+    """Names of arguments are taken there too, and nothing is done."""
+    monkeypatch.setattr(fast_path, "OPEN", False)
+    assert fast_path.Entry("log_prob", "logits").open()(logits=torch.ones(1)) is None
