@@ -32,7 +32,7 @@ AXES = {
     "ignore_index": (None, 2),
     "ids": (torch.int32, torch.int64),
     "several": (0, 1, 3),
-    "hidden": (7, 1024, 2049),
+    "hidden": (7, 2049),
     "data": ("normal", "masked", *DATA),
 }
 
