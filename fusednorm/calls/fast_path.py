@@ -183,7 +183,7 @@ class Entry(NamedTuple):
             otherwise: what makes the call if the fast path does nothing.
         """
         if not OPEN:
-            return otherwise or _nothing
+            return otherwise or nothing
         names, taken = self.names.split(), _fast_path.kinds[self.kind].split()
         places = {name: place for place, name in enumerate(taken)}  # a later one of the same name is meant
         constants = {**_CONSTANTS, **self.constants}
@@ -201,8 +201,8 @@ class Entry(NamedTuple):
         return cast("Callable[..., Any]", found)
 
 
-def _nothing(*_: object, **__: object) -> None:
-    pass
+def nothing(*_: object, **__: object) -> None:
+    """An entry where there is no fast path."""
 
 
 def follow(request: Callable[[], str]) -> None:

@@ -41,6 +41,13 @@ def _packed(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else packed(tensor)
 
 
+def _of_call(selecting: Selecting) -> dict[str, Any]:
+    """The same as calls have them."""
+    ids, temperature, softcap, ignore_index = selecting
+    given = {"ids": _packed(ids), "temperature": _packed(temperature)}
+    return {**given, "softcap": softcap or 0.0, "ignore_index": ignore_index}
+
+
 def backend_of(logits: Tensor, step: str) -> Chosen | None:
     """The backend for such rows, if it has such a call."""
     return whole_of(operation_of(logits, None, None, Flags()), Step(step))
@@ -89,10 +96,7 @@ def _run(
         LogProb(
             name=name,
             logits=given,
-            ids=_packed(selecting.ids),
-            temperature=_packed(selecting.temperature),
-            softcap=selecting.softcap or 0.0,
-            ignore_index=selecting.ignore_index,
+            **_of_call(selecting),
             out=out,
             m=m,
             s=s,
@@ -151,10 +155,7 @@ def backward(
             LogProbBackward(
                 name=name,
                 logits=given,
-                ids=_packed(selecting.ids),
-                temperature=_packed(selecting.temperature),
-                softcap=selecting.softcap or 0.0,
-                ignore_index=selecting.ignore_index,
+                **_of_call(selecting),
                 d=of_rows if whole else packed(d),
                 d_entropy=_packed(d_entropy),
                 m=packed(m),

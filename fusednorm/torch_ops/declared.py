@@ -12,6 +12,7 @@ from torch import Tensor
 from fusednorm.calls import must_be_seen
 from fusednorm.calls.checks import check_needs
 from fusednorm.calls.declared import Declaration, Result, Role
+from fusednorm.calls.fast_path import nothing
 from fusednorm.calls.forward_mode import outer_levels, primals
 from fusednorm.torch_ops import dtensor_bridge
 from fusednorm.torch_ops.registered import register
@@ -46,7 +47,7 @@ class Operator:
         self.count = len(declaration.operands)
         #: The operands that gradients take.
         self.taken = slice(0 if declaration.transposed is None else 1, self.count)
-        self.fast, self.fast_gradient = fast or _nothing, fast_gradient or _nothing
+        self.fast, self.fast_gradient = fast or nothing, fast_gradient or nothing
         self.recorded = _recorded(self)
         name, gradients = declaration.name, None
         if self.differentiable:
@@ -295,10 +296,6 @@ def _new(found: Sequence[Tensor], operands: Sequence[Any]) -> tuple[Tensor, ...]
         new.append(result.clone() if id(result) in before else result)
         before.append(id(new[-1]))
     return tuple(new)
-
-
-def _nothing(*_: object) -> None:
-    pass
 
 
 def _one_or_more(found: tuple[Any, ...]) -> Any:
