@@ -91,6 +91,7 @@ CENTERED_KINDS(SUMS_OF_ROW)
 /* Third pass over the rows, each from its end to its beginning, as scale_row. */
 FN_INLINE void normalise_rows(int h, int norm, int affine, int out, const struct fn_forward_job *job, const struct batch *batch) {
     int64_t head = job->first_row % batch->affine->heads;
+    const int ahead = fetches_next_rows(job);
     for (int64_t k = 0; k < batch->rows; k++, head = head_after(batch->affine, head)) {
         const struct scale s = {
             .rstd = batch->rstd[k],
@@ -99,15 +100,20 @@ FN_INLINE void normalise_rows(int h, int norm, int affine, int out, const struct
             .weight = batch->affine->gain + head * batch->affine->gain_stride,
             .bias = batch->affine->bias + head * batch->affine->bias_stride,
             .out = job->out + k * job->out_stride,
+            .next_x = ahead ? job->x + (k + batch->rows) * job->x_stride : batch->h,
+            .next_residual =
+                ahead && job->residual ? job->residual + (k + batch->rows) * job->residual_stride : batch->h,
         };
         const U less = u_set1(-batch->mean[k]), rstd = u_set1(s.rstd);
         int64_t i = job->hidden / UNIT * UNIT, n = job->hidden - i;
         if (n > 0)
             finish_unit(u_mul(u_add(u_load(h, s.h, i, (int)n), less), rstd), norm, affine, affine, out, &s, i, (int)n,
                         THROUGH_CACHE);
-        while ((i = u_index(i - UNIT)) >= 0)
+        for (int64_t done = 0; (i = u_index(i - UNIT)) >= 0; done += UNIT * 2) {
+            fetch_next_row(&s, done);
             finish_unit(u_mul(u_add(u_load(h, s.h, i, UNIT), less), rstd), norm, affine, affine, out, &s, i, UNIT,
                         batch->bypass_cache);
+        }
     }
 }
 

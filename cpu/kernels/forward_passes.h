@@ -209,16 +209,20 @@ FN_INLINE float sum_row(int x, int residual, int round_sum, int from_memory, con
     return halve_sums(row->sums, sums);
 }
 
+FN_INLINE void fetch_next_row(const struct scale *s, int64_t done) {
+    if (READS_AHEAD) {
+        FN_PREFETCH_2(s->next_x + done);
+        FN_PREFETCH_2(s->next_residual + done);
+    }
+}
+
 /* A row from its end to its beginning, because the nearest cache still holds the end. */
 FN_INLINE void scale_row(int h, int norm, int weight, int affine, int out, const struct scale *s, int64_t hidden,
                          int bypass_cache) {
     int64_t i = hidden / UNIT * UNIT;
     if (i < hidden) scale_unit(h, norm, weight, affine, out, s, i, (int)(hidden - i), THROUGH_CACHE);
     for (int64_t done = 0; (i = u_index(i - UNIT)) >= 0; done += 2 * UNIT) {
-        if (READS_AHEAD && out != F32) {
-            FN_PREFETCH_2(s->next_x + done);
-            FN_PREFETCH_2(s->next_residual + done);
-        }
+        if (out != F32) fetch_next_row(s, done);
         scale_unit(h, norm, weight, affine, out, s, i, UNIT, bypass_cache);
     }
 }

@@ -65,6 +65,10 @@ FN_INLINE void sum_rows(int x, int residual, int round_sum, const struct fn_forw
     }
 }
 
+FN_INLINE int fetches_next_rows(const struct fn_forward_job *job) {
+    return job->ahead && job->from_memory && job->hidden >= FN_SEGMENT && job->hidden <= 8 * FN_SEGMENT;
+}
+
 /*
  * Second pass over the rows: out. `norm` is the kind that h * rstd is rounded to, NONE, or ANY. Prefetchers do not expect a
  * row to be read backwards and the next one forwards. So the next row is fetched meanwhile, if it comes from memory, is
@@ -73,7 +77,7 @@ FN_INLINE void sum_rows(int x, int residual, int round_sum, const struct fn_forw
 FN_INLINE void scale_rows(int h, int norm, int weight, int affine, int out, const struct fn_forward_job *job,
                           const struct batch *batch) {
     int64_t hidden = job->hidden;
-    int ahead = job->ahead && job->from_memory && hidden >= FN_SEGMENT && hidden <= 8 * FN_SEGMENT;
+    const int ahead = fetches_next_rows(job);
     int64_t head = affine ? job->first_row % batch->affine->heads : 0;
     for (int64_t k = 0; k < batch->rows; k++, head = affine ? head_after(batch->affine, head) : 0) {
         const struct scale s = {
