@@ -91,19 +91,9 @@ CENTERED_KINDS(SUMS_OF_ROW)
 /* Third pass over the rows, each from its end to its beginning, as scale_row. */
 FN_INLINE void normalise_rows(int h, int norm, int affine, int out, const struct fn_forward_job *job, const struct batch *batch) {
     int64_t head = job->first_row % batch->affine->heads;
-    const int ahead = fetches_next_rows(job);
+    const int ahead = fetches_next_row(job);
     for (int64_t k = 0; k < batch->rows; k++, head = head_after(batch->affine, head)) {
-        const struct scale s = {
-            .rstd = batch->rstd[k],
-            .norm = batch->norm,
-            .h = batch->h + k * batch->h_stride,
-            .weight = batch->affine->gain + head * batch->affine->gain_stride,
-            .bias = batch->affine->bias + head * batch->affine->bias_stride,
-            .out = job->out + k * job->out_stride,
-            .next_x = ahead ? job->x + (k + batch->rows) * job->x_stride : batch->h,
-            .next_residual =
-                ahead && job->residual ? job->residual + (k + batch->rows) * job->residual_stride : batch->h,
-        };
+        const struct scale s = scale_at(affine, job, batch, k, head, ahead);
         const U less = u_set1(-batch->mean[k]), rstd = u_set1(s.rstd);
         int64_t i = job->hidden / UNIT * UNIT, n = job->hidden - i;
         if (n > 0)

@@ -209,6 +209,7 @@ FN_INLINE float sum_row(int x, int residual, int round_sum, int from_memory, con
     return halve_sums(row->sums, sums);
 }
 
+/* Part of the next row, while a row is read backwards: the hardware does not expect the next one to be read forwards. */
 FN_INLINE void fetch_next_row(const struct scale *s, int64_t done) {
     if (READS_AHEAD) {
         FN_PREFETCH_2(s->next_x + done);

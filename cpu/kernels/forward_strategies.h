@@ -65,34 +65,36 @@ FN_INLINE void sum_rows(int x, int residual, int round_sum, const struct fn_forw
     }
 }
 
-FN_INLINE int fetches_next_rows(const struct fn_forward_job *job) {
+/* Whether the next row is fetched: if it comes from memory, is long enough for that to matter, and short enough for the second cache. */
+FN_INLINE int fetches_next_row(const struct fn_forward_job *job) {
     return job->ahead && job->from_memory && job->hidden >= FN_SEGMENT && job->hidden <= 8 * FN_SEGMENT;
 }
 
-/*
- * Second pass over the rows: out. `norm` is the kind that h * rstd is rounded to, NONE, or ANY. Prefetchers do not expect a
- * row to be read backwards and the next one forwards. So the next row is fetched meanwhile, if it comes from memory, is
- * long enough for that to matter, and short enough to stay in the second cache.
- */
+/* Row k of a batch, for its last pass. */
+FN_INLINE struct scale scale_at(int affine, const struct fn_forward_job *job, const struct batch *batch, int64_t k, int64_t head,
+                                int ahead) {
+    return (struct scale){
+        .rstd = batch->rstd[k],
+        .offset = (float)job->weight_offset,
+        .norm = batch->norm,
+        .weight_kind = job->weight_kind,
+        .h = batch->h + k * batch->h_stride,
+        .weight = affine ? batch->affine->gain + head * batch->affine->gain_stride : job->weight,
+        .bias = affine ? batch->affine->bias + head * batch->affine->bias_stride : NULL,
+        .out = job->out + k * job->out_stride,
+        .next_x = ahead ? job->x + (k + batch->rows) * job->x_stride : batch->h,
+        .next_residual = ahead && job->residual ? job->residual + (k + batch->rows) * job->residual_stride : batch->h,
+    };
+}
+
+/* Second pass over the rows: out. `norm` is the kind that h * rstd is rounded to, NONE, or ANY. */
 FN_INLINE void scale_rows(int h, int norm, int weight, int affine, int out, const struct fn_forward_job *job,
                           const struct batch *batch) {
-    int64_t hidden = job->hidden;
-    const int ahead = fetches_next_rows(job);
+    const int64_t hidden = job->hidden;
+    const int ahead = fetches_next_row(job);
     int64_t head = affine ? job->first_row % batch->affine->heads : 0;
     for (int64_t k = 0; k < batch->rows; k++, head = affine ? head_after(batch->affine, head) : 0) {
-        const struct scale s = {
-            .rstd = batch->rstd[k],
-            .offset = (float)job->weight_offset,
-            .norm = batch->norm,
-            .weight_kind = job->weight_kind,
-            .h = batch->h + k * batch->h_stride,
-            .weight = affine ? batch->affine->gain + head * batch->affine->gain_stride : job->weight,
-            .bias = affine ? batch->affine->bias + head * batch->affine->bias_stride : NULL,
-            .out = job->out + k * job->out_stride,
-            .next_x = ahead ? job->x + (k + batch->rows) * job->x_stride : batch->h,
-            .next_residual =
-                ahead && job->residual ? job->residual + (k + batch->rows) * job->residual_stride : batch->h,
-        };
+        const struct scale s = scale_at(affine, job, batch, k, head, ahead);
         if (STREAMS && batch->bypass_cache) scale_row(h, norm, weight, affine, out, &s, hidden, PAST_CACHE);
         else scale_row(h, norm, weight, affine, out, &s, hidden, THROUGH_CACHE);
     }
