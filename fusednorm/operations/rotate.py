@@ -32,7 +32,7 @@ from fusednorm.operations.autograd_rotated import composed, recorded
 from fusednorm.torch_ops import dtensor_bridge
 
 _rotate = Entry("rotation", "q cos sin positions interleaved round_products q_out", returned=0).of("rotate")
-_qk_norm_rope = Entry(
+qk_norm_rope_on_fast_path = Entry(
     "rotation",
     "q k q_weight k_weight cos sin eps norm positions interleaved round_products between weight_offset round_norm "
     "q_out k_out",
@@ -136,7 +136,7 @@ def qk_norm_rope(
     if k is None:
         refuse_type("k", k)
     if not is_dynamo_compiling():
-        result: tuple[Tensor, Tensor] | None = _qk_norm_rope(
+        result: tuple[Tensor, Tensor] | None = qk_norm_rope_on_fast_path(
             q, k, q_weight, k_weight, cos, sin, eps, norm, positions, interleaved, round_products, between,
             weight_offset, round_norm, q_out, k_out,
         )  # fmt: skip
@@ -181,7 +181,7 @@ def qk_norm_rope_(
     if k is None:
         refuse_type("k", k)
     if not is_dynamo_compiling():
-        result: tuple[Tensor, Tensor] | None = _qk_norm_rope(
+        result: tuple[Tensor, Tensor] | None = qk_norm_rope_on_fast_path(
             q, k, q_weight, k_weight, cos, sin, eps, norm, positions, interleaved, round_products, between,
             weight_offset, round_norm, q, k,
         )  # fmt: skip

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from fusednorm.transformers.layers import _names, _parse, _target, called, compiled, evaluated, source
-from fusednorm.transformers.norms import Taken
+from fusednorm.transformers.modules import taken_beside
 from fusednorm.transformers.reads import LeftAloneError, Reads
-from fusednorm.transformers.replacing import Outcome, Patched, attach, bare, replaced
+from fusednorm.transformers.replacing import Outcome, Patched, attach, replaced
 from fusednorm.transformers.rotations import Rotation, Rotations, Tables, rotations, tables_of
 
 
@@ -77,11 +77,15 @@ class PatchedAttention(Patched):
         the source takes ``tables`` apart into cos and sin.
         """
         site = self._sites[number]
-        norms: list[Any] = [self._modules[name] for name in site.norms]
         rotation = self._rotation(site, function, q, k, tables)
-        both = _taken_together(norms, q, k) if norms and rotation is not None else None
-        if norms and both is None:
-            q, k = norms[0](q), norms[1](k)
+        form = q_weight = k_weight = None
+        if site.norms:
+            q_norm, k_norm = (self._modules[name] for name in site.norms)
+            one, other = (None, None) if rotation is None else (taken_beside(q_norm, q, k), taken_beside(k_norm, k, q))
+            if one is None or other is None or one.form.center or one.form != other.form:
+                q, k = q_norm(q), k_norm(k)
+            else:
+                form, q_weight, k_weight = one.form, one.weight, other.weight
         if rotation is None:
             if site.transposed:
                 q, k = q.transpose(1, 2), k.transpose(1, 2)
@@ -92,11 +96,7 @@ class PatchedAttention(Patched):
             q, k = q.transpose(1, 2), k.transpose(1, 2)
         if rotation.to_halves:
             q, k = _as_halves(q, tables.size), _as_halves(k, tables.size)
-        of_norm: dict[str, Any] = {}
-        if both is not None:
-            one, other = both
-            of_norm = {"q_weight": one.weight, "k_weight": other.weight, "eps": one.form.eps, **one.form.of_norm}
-        return rotation.of(q, k, *tables.angles, norm=both is not None, **of_norm)
+        return rotation.of(q, k, *tables.angles, form, q_weight, k_weight)
 
     def rotated(self, q: Tensor, k: Tensor, tables: Any) -> tuple[Tensor, Tensor] | None:
         """q and k, [batch, tokens, heads, D], rotated as at the first site; None where its function has to do it."""
@@ -108,7 +108,7 @@ class PatchedAttention(Patched):
             return None
         if rotation.to_halves:
             q, k = _as_halves(q, tables.size), _as_halves(k, tables.size)
-        q, k = self._changed(rotation).of(q, k, *tables.angles, norm=False)
+        q, k = self._changed(rotation).of(q, k, *tables.angles)
         return (q.transpose(1, 2), k.transpose(1, 2)) if rotation.heads == 1 else (q, k)
 
     def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
@@ -143,16 +143,6 @@ class PatchedAttention(Patched):
     def _changed(self, rotation: Rotation) -> Rotation:
         """The rotation with the flags of this module's state."""
         return rotation if self._fusednorm is True else replace(rotation, **self._fusednorm)
-
-
-def _taken_together(norms: list[Any], q: Tensor, k: Tensor) -> tuple[Taken, Taken] | None:
-    """Two norms of one form; None where they have to be called."""
-    if not all(isinstance(norm, Patched) and bare(norm) for norm in norms):
-        return None
-    one, other = norms[0]._taken(q), norms[1]._taken(k)
-    if one is None or other is None or one.form.center or one.form != other.form:
-        return None
-    return one, other
 
 
 def _as_halves(x: Tensor, size: int) -> Tensor:

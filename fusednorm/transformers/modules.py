@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling
 
+from fusednorm.calls.must_be_seen import is_exporting
 from fusednorm.operations.layer_norm import (
     fused_add_layer_norm,
     fused_add_layer_norm_on_fast_path,
@@ -34,8 +35,7 @@ from fusednorm.transformers.reads import Reads
 from fusednorm.transformers.replacing import Patched, bare
 
 
-@dataclass(frozen=True)
-class Handed:
+class Handed(NamedTuple):
     """The norm of a layer's result, which the layer computed for the next layer."""
 
     total: Tensor
@@ -80,12 +80,13 @@ class PatchedNorm(Patched):
         """Normalises one argument, or gates it by a second one. For other arguments it calls the original class."""
         if len(args) == 1 and not kwargs:
             (x,) = args
+            handed = self._fusednorm.handed
+            if handed is not None:
+                self._fusednorm.handed = None
+                if handed.fits(x):
+                    return handed.y
             norm = self._taken(x)
             if norm is not None:
-                state = self._fusednorm
-                handed, state.handed = state.handed, None
-                if handed is not None and handed.fits(x):
-                    return handed.y
                 return _normed(norm, x)
         elif len(args) == 2 and not kwargs:
             x, gate = args
@@ -169,10 +170,10 @@ class PatchedLayer(Patched):
         self, x: Tensor, residual: Tensor, first: torch.nn.Module | None = None, x_scale: Any = 1.0
     ) -> Tensor:
         """``residual + x``, whose term is as that of ``_add_norm``. Its norm is kept for the next layer."""
-        norm, next_layer = self._fusednorm.following, self._fusednorm.next_layer
-        if isinstance(norm, PatchedNorm) and not self._recomputed():
+        norm, next_layer, compiling = self._fusednorm.following, self._fusednorm.next_layer, is_dynamo_compiling()
+        if isinstance(norm, PatchedNorm) and not self._recomputed(compiling):
             # Writes are not counted then, and hooks may write.
-            uncounted = is_compiling() or torch.is_inference_mode_enabled()
+            uncounted = compiling or torch.is_inference_mode_enabled()
             if not uncounted or all(bare(module) for module in (self, next_layer) if module is not None):
                 fused = _added(norm, x, residual, first, x_scale)
                 if fused is not None:
@@ -185,7 +186,7 @@ class PatchedLayer(Patched):
 
     def _norm_add(self, first: torch.nn.Module, x: Tensor, residual: Tensor) -> Tensor:
         """``residual + first(x)``."""
-        norm = _taken_beside(first, x, residual)
+        norm = taken_beside(first, x, residual)
         if norm is None or norm.form.center or not _alike(x, residual, norm.weight):
             total: Tensor = residual + first(x)
             return total
@@ -208,11 +209,11 @@ class PatchedLayer(Patched):
                 steps += [("add", {})] if x_scale == 1.0 else [("scale", {"x_scale": x_scale}), ("add", {})]
         return steps
 
-    def _recomputed(self) -> bool:
+    def _recomputed(self, compiling: bool) -> bool:
         """Whether the backward pass may run this layer again by itself. Then no norm may be kept for the next layer."""
-        if torch.compiler.is_exporting() or (self.training and getattr(self, "gradient_checkpointing", False)):
+        if is_exporting() or (self.training and getattr(self, "gradient_checkpointing", False)):
             return True
-        return not is_compiling() and torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        return not compiling and torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 #: A forward pass for each class and its norms.
@@ -240,7 +241,7 @@ def _added(
     norm: torch.nn.Module, x: Tensor, residual: Tensor, first: torch.nn.Module | None, x_scale: Any
 ) -> tuple[Tensor, Tensor] | None:
     """One call for the addition and the norms around it; None where that would compute something else."""
-    after = _taken_beside(norm, x, residual)
+    after = taken_beside(norm, x, residual)
     if after is None or (first is None and type(x_scale) not in (float, int)):
         return None
     form, weight, bias = after
@@ -262,7 +263,7 @@ def _added(
         if both is None and _alike(x, residual, weight):
             both = fused_add_rms_norm(x, residual, weight, eps, x_scale=x_scale, round_sum=sums, **form.of_norm)
         return both
-    before = _taken_beside(first, x, residual)
+    before = taken_beside(first, x, residual)
     if before is None or before.form.center or before.form.of_norm != form.of_norm:
         return None
     weights, first_eps = (before.weight, weight), before.form.eps
@@ -283,7 +284,7 @@ def _refuse_a_rounded_sum(norm: torch.nn.Module | None, total: Tensor) -> None:
         )
 
 
-def _taken_beside(norm: torch.nn.Module, x: Tensor, residual: Tensor) -> Taken | None:
+def taken_beside(norm: torch.nn.Module, x: Tensor, residual: Tensor) -> Taken | None:
     """A norm beside an addition of such operands; None where one call for both would be something else.
 
     A call of ours calls no hooks, and its operands are :func:`_alike`.
@@ -302,4 +303,4 @@ def _alike(x: Tensor, residual: Tensor, *weights: Tensor | None) -> bool:
 
 def _version(x: Tensor) -> int | None:
     """The number of writes to x, where torch counts them."""
-    return None if is_compiling() or x.is_inference() else x._version
+    return None if is_dynamo_compiling() or x.is_inference() else x._version

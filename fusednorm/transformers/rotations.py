@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, dtype
+from torch.compiler import is_dynamo_compiling
 
-from fusednorm.operations.rotate import qk_norm_rope
+from fusednorm.operations.rotate import qk_norm_rope, qk_norm_rope_on_fast_path
+from fusednorm.transformers.norms import Form
 from fusednorm.transformers.reads import LeftAloneError, Reads, in_a_line
 from fusednorm.transformers.replacing import replaced
 from fusednorm.transformers.symbols import Symbols
@@ -39,12 +41,33 @@ class Rotation:
     to_halves: bool
     round_products: bool
 
-    def of(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **of_norm: Any) -> tuple[Tensor, Tensor]:
-        """Rotated q and k, [batch, tokens, heads, D], with pairs as halves already, as the function returns them."""
-        interleaved = self.interleaved and not self.to_halves
-        q, k = qk_norm_rope(
-            q, k, cos=cos, sin=sin, interleaved=interleaved, round_products=self.round_products, **of_norm
-        )
+    def of(
+        self,
+        q: Tensor,
+        k: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        norm: Form | None = None,
+        q_weight: Tensor | None = None,
+        k_weight: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Rotated q and k, [batch, tokens, heads, D], with pairs as halves already, as the function returns them.
+
+        With ``norm`` they are normalised first.
+        """
+        interleaved, products = self.interleaved and not self.to_halves, self.round_products
+        eps, offset, rounded = (0.0, 0.0, False) if norm is None else (norm.eps, norm.weight_offset, norm.round_norm)
+        both: tuple[Tensor, Tensor] | None = None
+        if not is_dynamo_compiling():
+            both = qk_norm_rope_on_fast_path(
+                q, k, q_weight, k_weight, cos, sin, eps, norm is not None, None, interleaved, products, None, offset,
+                rounded,
+            )  # fmt: skip
+        if both is None:
+            of_norm = {"norm": norm is not None, "weight_offset": offset, "round_norm": rounded}
+            how = {"interleaved": interleaved, "round_products": products, **of_norm}
+            both = qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps, **how)
+        q, k = both
         return (q.transpose(1, 2), k.transpose(1, 2)) if self.heads == 1 else (q, k)
 
 
