@@ -72,7 +72,7 @@ def _and_mul_gating(activation: str, between: torch.dtype | None, gate: Tensor, 
 #: As C knows the optional steps.
 STEPS = "limit alpha up_offset clamp interleaved round_steps"
 _gate = Entry("gate", "x z activation out out_dtype", constants={"order": ALONE}).open(recorded=_record)
-_gate_and_up = Entry("gate", f"x z activation between out {STEPS}", constants={"order": AND_MUL}).open(
+gate_and_up_on_fast_path = Entry("gate", f"x z activation between out {STEPS}", constants={"order": AND_MUL}).open(
     recorded=_record_and_mul
 )
 
@@ -175,7 +175,7 @@ def silu_and_mul(
         BackendError: the requested backends cannot take the call.
     """
     if not is_dynamo_compiling():
-        result: Tensor | None = _gate_and_up(
+        result: Tensor | None = gate_and_up_on_fast_path(
             gate, up, "silu", between, out, limit, alpha, up_offset, clamp, interleaved, round_steps
         )
         if result is not None:
@@ -190,7 +190,7 @@ def gelu_tanh_and_mul(
 ) -> Tensor:
     """``gelu(gate, approximate="tanh") * up``, as Gemma's MLP has it; otherwise as :func:`silu_and_mul`."""
     if not is_dynamo_compiling():
-        result: Tensor | None = _gate_and_up(gate, up, "gelu_tanh", between, out)
+        result: Tensor | None = gate_and_up_on_fast_path(gate, up, "gelu_tanh", between, out)
         if result is not None:
             return result
     return _and_mul(gelu_tanh_and_mul, "gelu_tanh", gate, up, between, out)
@@ -201,7 +201,7 @@ def gelu_and_mul(
 ) -> Tensor:
     """``gelu(gate) * up``, GELU as z * Phi(z), as ModernBERT's MLP has it; otherwise as :func:`silu_and_mul`."""
     if not is_dynamo_compiling():
-        result: Tensor | None = _gate_and_up(gate, up, "gelu", between, out)
+        result: Tensor | None = gate_and_up_on_fast_path(gate, up, "gelu", between, out)
         if result is not None:
             return result
     return _and_mul(gelu_and_mul, "gelu", gate, up, between, out)

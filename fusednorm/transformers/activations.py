@@ -20,9 +20,10 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from fusednorm.operations.functions import relu2
-from fusednorm.operations.gate import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from fusednorm.operations.gate import gate_and_up_on_fast_path, gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from fusednorm.transformers.layers import called, compiled, source
 from fusednorm.transformers.mlps import DTYPES, MLP, activation_of, mlp
 from fusednorm.transformers.reads import LeftAloneError, Reads
@@ -40,8 +41,8 @@ _FUNCTIONS: dict[str | None, Callable[..., Tensor]] = {
 class PatchedActivations(Patched):
     """A module whose methods call :meth:`_gate`; comes before the original class.
 
-    Its state has the class of each activation, the attributes that were read of it, and the function, by the names of
-    the attributes.
+    Its state has the class of each activation, the attributes that were read of it, and its name, by the names of the
+    attributes.
     """
 
     _fusednorm: Any = {}  # noqa: RUF012 - never changed
@@ -54,9 +55,12 @@ class PatchedActivations(Patched):
         """``activation(gate) * up``, rounded between both as torch does."""
         activation: Any = self._modules[name]
         kind = self._fusednorm.get(name, _NONE)
-        if _is(activation, kind) and gate.dtype == up.dtype and gate.shape == up.shape and gate.device == up.device:
-            y: Tensor = kind[2](gate, up)
-            return y
+        if _is(activation, kind) and gate.dtype == up.dtype:
+            y: Tensor | None = None if is_dynamo_compiling() else gate_and_up_on_fast_path(gate, up, kind[2])
+            if y is None and gate.shape == up.shape and gate.device == up.device:
+                y = _FUNCTIONS[kind[2]](gate, up)
+            if y is not None:
+                return y
         product: Tensor = activation(gate) * up
         return product
 
@@ -68,12 +72,12 @@ class PatchedActivations(Patched):
     def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
         """For :func:`fusednorm.contract`."""
         kinds = [(self._modules[name], reads, function) for name, (_, reads, function) in self._fusednorm.items()]
-        followed = {function.__name__ for activation, reads, function in kinds if reads.hold(activation)}
+        followed = {_FUNCTIONS[function].__name__ for activation, reads, function in kinds if reads.hold(activation)}
         return [(name, {}) for name in sorted(followed)]
 
 
-#: The class of an activation, the attributes that were read of it, and the function.
-_Kind = tuple[type, Reads, Callable[..., Tensor] | None]
+#: The class of an activation, the attributes that were read of it, and its name in ``_FUNCTIONS``.
+_Kind = tuple[type, Reads, str | None]
 _NONE: _Kind = (type(None), Reads(), None)
 
 
@@ -212,16 +216,16 @@ def patch_activations(model: torch.nn.Module) -> Iterator[Outcome]:
             yield attach(module, PatchedGate, frozenset((method,)), gate, f"{what} fused")
             continue
         found = {name: _kind(child, kinds) for name, child in module.named_children() if _is_bare(child)}
-        known = {name: kind for name, kind in found.items() if kind[2] not in (None, relu2)}
+        known = {name: kind for name, kind in found.items() if kind[2] not in (None, "relu2")}
         owner: Any = type(module)
         if known and rewritten(owner, frozenset(known)):
-            functions = {function.__name__ for *_, function in known.values() if function is not None}
+            functions = {_FUNCTIONS[function].__name__ for *_, function in known.values()}
             yield attach(module, PatchedActivations, frozenset(known), known, f"{', '.join(sorted(functions))} fused")
         elif (others := frozenset(found) - {name for name, kind in found.items() if kind[2]}) and rewritten(
             owner, others
         ):
             yield owner.__name__, False, "its activation is none of fusednorm's"
-        elif _is_bare(module) and (kind := _kind(module, kinds))[2] is relu2:
+        elif _is_bare(module) and (kind := _kind(module, kinds))[2] == "relu2":
             yield attach(module, PatchedRelu2, frozenset(), kind[1], "relu2 fused")
 
 
@@ -258,5 +262,5 @@ def _kind(activation: torch.nn.Module, kinds: list[_Kind]) -> _Kind:
         if kind[0] is type(activation) and kind[1].hold(activation):
             return kind
     reads = Reads()
-    kinds.append((type(activation), reads, _FUNCTIONS.get(activation_of(activation, reads))))
+    kinds.append((type(activation), reads, activation_of(activation, reads)))
     return kinds[-1]

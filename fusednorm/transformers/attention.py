@@ -80,7 +80,7 @@ class PatchedAttention(Patched):
         rotation = self._rotation(site, function, q, k, tables)
         form = q_weight = k_weight = None
         if site.norms:
-            q_norm, k_norm = (self._modules[name] for name in site.norms)
+            q_norm, k_norm = self._modules[site.norms[0]], self._modules[site.norms[1]]
             one, other = (None, None) if rotation is None else (taken_beside(q_norm, q, k), taken_beside(k_norm, k, q))
             if one is None or other is None or one.form.center or one.form != other.form:
                 q, k = q_norm(q), k_norm(k)
@@ -132,12 +132,12 @@ class PatchedAttention(Patched):
         """The rotation of q and k; None where the function has to compute it."""
         if not (self._fusednorm and isinstance(tables, Tables)) or function is not site.function or replaced(function):
             return None
-        size = q.size(-1)
-        rotation = site.rotations.get((q.dtype, tables.dtype, tables.columns, size == tables.size))
-        if rotation is None or q.dim() != 4 or k.dim() != 4 or k.dtype != q.dtype or size < tables.size:
+        of_q, of_k, dtype = q.shape, k.shape, q.dtype
+        rotation = site.rotations.get((dtype, tables.dtype, tables.columns, of_q[-1] == tables.size))
+        if rotation is None or len(of_q) != 4 or len(of_k) != 4 or k.dtype != dtype or of_q[3] < tables.size:
             return None
         tokens = 1 if site.transposed or rotation.heads == 2 else 2
-        fits = q.size(tokens) == k.size(tokens) == tables.tokens and tables.batch in (1, q.size(0))
+        fits = of_q[tokens] == of_k[tokens] == tables.tokens and tables.batch in (1, of_q[0])
         return self._changed(rotation) if fits else None
 
     def _changed(self, rotation: Rotation) -> Rotation:

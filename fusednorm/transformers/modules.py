@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
 from torch.compiler import is_dynamo_compiling
 
 from fusednorm.calls.must_be_seen import is_exporting
@@ -45,7 +45,10 @@ class Handed(NamedTuple):
 
     def fits(self, x: Tensor) -> bool:
         """Whether this is the norm of x, with the right gradient."""
-        return x is self.total and self.version == _version(x) and self.grad_enabled == torch.is_grad_enabled()
+        return x is self.total and self.version == _version(x) and self.grad_enabled == is_grad_enabled()
+
+
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 @dataclass
@@ -173,12 +176,12 @@ class PatchedLayer(Patched):
         norm, next_layer, compiling = self._fusednorm.following, self._fusednorm.next_layer, is_dynamo_compiling()
         if isinstance(norm, PatchedNorm) and not self._recomputed(compiling):
             # Writes are not counted then, and hooks may write.
-            uncounted = compiling or torch.is_inference_mode_enabled()
+            uncounted = compiling or is_inference_mode_enabled()
             if not uncounted or all(bare(module) for module in (self, next_layer) if module is not None):
                 fused = _added(norm, x, residual, first, x_scale)
                 if fused is not None:
                     y, total = fused
-                    norm._fusednorm.handed = Handed(total, y, _version(total), torch.is_grad_enabled())
+                    norm._fusednorm.handed = Handed(total, y, _version(total), is_grad_enabled())
                     return total
         total = self._sum(x, residual, first, x_scale)
         _refuse_a_rounded_sum(norm, total)
@@ -213,7 +216,7 @@ class PatchedLayer(Patched):
         """Whether the backward pass may run this layer again by itself. Then no norm may be kept for the next layer."""
         if is_exporting() or (self.training and getattr(self, "gradient_checkpointing", False)):
             return True
-        return not compiling and torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        return not compiling and _saved_tensors_hooks(False) is not None
 
 
 #: A forward pass for each class and its norms.

@@ -155,7 +155,7 @@ def test_norms_of_parts_without_a_gate_are_left_alone():
     ],
 )
 def test_activations_are_recognised_by_what_they_compute(name, function):
-    assert activations._kind(ACT2FN[name], [])[2] is function
+    assert activations._FUNCTIONS.get(activations._kind(ACT2FN[name], [])[2]) is function
 
 
 class Ways(torch.nn.Module):
@@ -179,6 +179,7 @@ class Ways(torch.nn.Module):
 
 def test_products(monkeypatch):
     calls, call = [], fusednorm.silu_and_mul
+    monkeypatch.setattr(activations, "is_dynamo_compiling", lambda: True)  # where C would take calls before they count
     monkeypatch.setitem(activations._FUNCTIONS, "silu", lambda *args: calls.append(1) or call(*args))
     gate, up = torch.randn(2, 6, 40, generator=torch.Generator().manual_seed(0)).bfloat16()
     module = Ways(torch.nn.SiLU())

@@ -289,7 +289,7 @@ def rotating_functions():
 def calls(monkeypatch):
     """The rotations that fusednorm computes: whether each rounds products."""
     seen, rotate = [], rotations.qk_norm_rope
-    monkeypatch.setattr(rotations, "is_dynamo_compiling", lambda: True)  # where C would take the calls before they count
+    monkeypatch.setattr(rotations, "is_dynamo_compiling", lambda: True)  # where C would take calls before they count
     monkeypatch.setattr(rotations, "qk_norm_rope", lambda *a, **k: seen.append(k["round_products"]) or rotate(*a, **k))
     return seen
 

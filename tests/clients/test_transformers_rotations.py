@@ -52,7 +52,7 @@ def calls(monkeypatch):
         made.append(kwargs["norm"])
         return call(*args, **kwargs)
 
-    monkeypatch.setattr(rotations, "is_dynamo_compiling", lambda: True)  # where C would take the calls before they count
+    monkeypatch.setattr(rotations, "is_dynamo_compiling", lambda: True)  # where C would take calls before they count
     monkeypatch.setattr(rotations, "qk_norm_rope", counted)
     return made
 
