@@ -80,7 +80,8 @@ class PatchedAttention(Patched):
         rotation = self._rotation(site, function, q, k, tables)
         form = q_weight = k_weight = None
         if site.norms:
-            q_norm, k_norm = self._modules[site.norms[0]], self._modules[site.norms[1]]
+            modules: dict[str, Any] = self._modules
+            q_norm, k_norm = modules[site.norms[0]], modules[site.norms[1]]
             one, other = (None, None) if rotation is None else (taken_beside(q_norm, q, k), taken_beside(k_norm, k, q))
             if one is None or other is None or one.form.center or one.form != other.form:
                 q, k = q_norm(q), k_norm(k)
@@ -96,7 +97,8 @@ class PatchedAttention(Patched):
             q, k = q.transpose(1, 2), k.transpose(1, 2)
         if rotation.to_halves:
             q, k = _as_halves(q, tables.size), _as_halves(k, tables.size)
-        return rotation.of(q, k, *tables.angles, form, q_weight, k_weight)
+        cos, sin = tables.angles
+        return rotation.of(q, k, cos, sin, form, q_weight, k_weight)
 
     def rotated(self, q: Tensor, k: Tensor, tables: Any) -> tuple[Tensor, Tensor] | None:
         """q and k, [batch, tokens, heads, D], rotated as at the first site; None where its function has to do it."""

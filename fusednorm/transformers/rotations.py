@@ -64,9 +64,10 @@ class Rotation:
                 rounded,
             )  # fmt: skip
         if both is None:
-            of_norm = {"norm": norm is not None, "weight_offset": offset, "round_norm": rounded}
-            how = {"interleaved": interleaved, "round_products": products, **of_norm}
-            both = qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps, **how)
+            both = qk_norm_rope(
+                q, k, q_weight, k_weight, cos, sin, eps, norm=norm is not None, interleaved=interleaved,
+                round_products=products, weight_offset=offset, round_norm=rounded,
+            )  # fmt: skip
         q, k = both
         return (q.transpose(1, 2), k.transpose(1, 2)) if self.heads == 1 else (q, k)
 
