@@ -104,7 +104,7 @@ class PatchedAttention(Patched):
         """q and k, [batch, tokens, heads, D], rotated as at the first site; None where its function has to do it."""
         if not isinstance(tables, Tables):
             return None
-        kind = q.dtype, tables.dtype, tables.columns, q.size(-1) == tables.size
+        kind = q.dtype, tables.dtype, tables.columns, q.size(-1) == tables.size, q.dim()
         rotation = self._sites[0].rotations.get(kind)
         if rotation is None:
             return None
@@ -134,12 +134,14 @@ class PatchedAttention(Patched):
         """The rotation of q and k; None where the function has to compute it."""
         if not (self._fusednorm and isinstance(tables, Tables)) or function is not site.function or replaced(function):
             return None
-        of_q, of_k, dtype = q.shape, k.shape, q.dtype
-        rotation = site.rotations.get((dtype, tables.dtype, tables.columns, of_q[-1] == tables.size))
-        if rotation is None or len(of_q) != 4 or len(of_k) != 4 or k.dtype != dtype or of_q[3] < tables.size:
+        of_q, of_k, dtype, dims = q.shape, k.shape, q.dtype, q.dim()
+        rotation = site.rotations.get((dtype, tables.dtype, tables.columns, of_q[-1] == tables.size, dims))
+        if rotation is None or dims != len(of_k) or dims != tables.dims + 1 or k.dtype != dtype or of_q[-1] < tables.size:
             return None
-        tokens = 1 if site.transposed or rotation.heads == 2 else 2
-        fits = of_q[tokens] == of_k[tokens] == tables.tokens and tables.batch in (1, of_q[0])
+        if site.transposed and dims != 4:
+            return None
+        tokens = -3 if site.transposed or rotation.heads == -2 else -2
+        fits = of_q[tokens] == of_k[tokens] == tables.tokens and (dims == 3 or tables.batch in (1, of_q[0]))
         return self._changed(rotation) if fits else None
 
     def _changed(self, rotation: Rotation) -> Rotation:
@@ -185,7 +187,8 @@ def rewritten(attention_class: type, norms: frozenset[str]) -> tuple[Callable[..
             continue
         moved = [_moved(block[:index], x, norms) for x in (q, k)]
         alike = len({(transposed, norm is None) for transposed, norm, _ in moved}) == 1
-        if not alike or targets != [q, k] or (moved[0][0] and any(one.heads != 1 for one in found.values())):
+        heads = {rotation.heads for (*_, dims), rotation in found.items() if dims == 4}
+        if not alike or targets != [q, k] or (moved[0][0] and heads != {1}):
             moved = [(False, None, []), (False, None, [])]
         for _, _, left in moved:
             for statement, value in left:
@@ -304,7 +307,7 @@ def patch_rotations(model: torch.nn.Module, norm: type, changed: Mapping[str, An
             if str(error) and any(isinstance(child, torch.nn.Linear) for child in module.children()):
                 yield type(module).__name__, False, str(error)
             continue
-        if not any(columns in kinds for site in sites for _, _, columns, _ in site.rotations):
+        if not any(columns in kinds for site in sites for _, _, columns, *_ in site.rotations):
             yield type(module).__name__, False, "no module of the model has the tables that its rotation takes"
             continue
         fused = "q/k norm and rotation fused" if any(site.norms for site in sites) else "rotation of q and k fused"

@@ -185,10 +185,10 @@ def _rotation(
         return None
     for kind in (Tables, Halves, Pairs):
         size = cos.shape[2] * (2 if kind is Tables else 1)
-        rotation = of_dimension[unsqueeze_dim].get((q.dtype, cos.dtype, kind.columns, q.shape[3] == size))
+        rotation = of_dimension[unsqueeze_dim].get((q.dtype, cos.dtype, kind.columns, q.shape[3] == size, 4))
         if rotation is None or rotation.to_halves or q.shape[3] < size:
             continue
-        tokens = 3 - rotation.heads
+        tokens = 2 if rotation.heads == 1 else 1
         if q.shape[tokens] == k.shape[tokens] == cos.shape[1] and _repeat(function, kind, cos, sin):
             return rotation, (kind.to_angles(cos), kind.to_angles(sin))
     return None

@@ -32,8 +32,8 @@ _ANGLES = 2  # of a row of the tables, in the calls below
 class Rotation:
     """A function of q, k, cos and sin, as a call of :func:`fusednorm.rotate` for q and k.
 
-    ``heads`` is the dimension of q and k, of four, that counts heads. With ``to_halves`` pairs that lie side by side
-    come out as halves.
+    ``heads`` is the dimension of q and k that counts heads: 1 of four, or -2. With ``to_halves`` pairs that lie side by
+    side come out as halves.
     """
 
     heads: int
@@ -72,9 +72,11 @@ class Rotation:
         return (q.transpose(1, 2), k.transpose(1, 2)) if self.heads == 1 else (q, k)
 
 
-#: By the dtypes of q and k and of the tables; the columns of the tables, a key of ``_TABLES``; and whether all numbers
-#: of a head are rotated.
-Rotations = dict[tuple[dtype, dtype, str, bool], Rotation]
+#: By the dtypes of q and k and of the tables; the columns of the tables, a key of ``_TABLES``; whether all numbers of a
+#: head are rotated; and the dimensions of q and k, of which three are tokens, heads and numbers.
+Rotations = dict[tuple[dtype, dtype, str, bool, int], Rotation]
+#: Dimensions of q and k, and the one of them that counts heads.
+_HEADS = ((4, 1), (4, -2), (3, -2))
 
 
 def rotations(function: Callable[..., Any], arguments: dict[str, Any]) -> Rotations:
@@ -86,15 +88,15 @@ def rotations(function: Callable[..., Any], arguments: dict[str, Any]) -> Rotati
     if not callable(function) or replaced(function):
         raise LeftAloneError("something else has replaced its rotation")
     found: Rotations = {}
-    shapes = list(itertools.product(_TABLES, (True, False), (1, 2)))
+    shapes = list(itertools.product(_TABLES, (True, False), _HEADS))
     reasons: list[LeftAloneError] = []
     for pair in _PAIRS:
-        for columns, whole, heads in shapes:
+        for columns, whole, (dims, heads) in shapes:
             try:
-                found[*pair, columns, whole] = _rotation(function, arguments, *pair, columns, whole, heads)
+                found[*pair, columns, whole, dims] = _rotation(function, arguments, *pair, columns, whole, dims, heads)
             except LeftAloneError as error:
                 reasons.append(error)
-        shapes = [shape for shape in shapes if (_A, _A, *shape[:2]) in found]
+        shapes = [shape for shape in shapes if (_A, _A, *shape[:2], shape[2][0]) in found]
         if not shapes:
             raise reasons[0]  # that of the usual case
     return found
@@ -107,12 +109,14 @@ def _rotation(
     tables_dtype: dtype,
     columns: str,
     whole: bool,
+    dims: int,
     heads: int,
 ) -> Rotation:
     size = 2 * _ANGLES + (0 if whole else 2)
+    batch = (2,) * (dims - 3)
     with torch.no_grad(), torch.autocast("cpu", enabled=False), Symbols() as symbols:
-        q, k = (torch.ones(2, *((n, 5) if heads == 1 else (5, n)), size, dtype=x_dtype) for n in (3, 1))
-        angles = [symbols.of(torch.ones(2, 5, _ANGLES)) for _ in ("cos", "sin")]
+        q, k = (torch.ones(*batch, *((n, 5) if heads == 1 else (5, n)), size, dtype=x_dtype) for n in (3, 1))
+        angles = [symbols.of(torch.ones(*batch, 5, _ANGLES)) for _ in ("cos", "sin")]
         numbers = [_TABLES[columns].from_angles(table) for table in angles]
         cos, sin = (torch.ones(table.shape, dtype=tables_dtype) for table in numbers)
         symbols.set(cos, numbers[0])
@@ -161,7 +165,7 @@ def _expected(symbols: Symbols, rotation: Rotation, x: Tensor, angles: list[Tens
 
 
 class Tables(tuple[Tensor, Tensor]):
-    """cos and sin, [batch, tokens, columns], of a module with :func:`tables_of`."""
+    """cos and sin, [batch, tokens, columns] or [tokens, columns], of a module with :func:`tables_of`."""
 
     #: The columns: the angles once, twice as two halves, or twice side by side.
     columns = "once"
@@ -170,14 +174,16 @@ class Tables(tuple[Tensor, Tensor]):
     size: int  # the numbers of a head that they rotate
     batch: int  # the rows of tokens; 1 holds for any number
     tokens: int
+    dims: int
     dtype: dtype
 
     def __new__(cls, tables: Iterable[Tensor]) -> Tables:
         self = super().__new__(cls, tables)
         cos, sin = self
         self.angles = cls.to_angles(cos), cls.to_angles(sin)
-        self.batch, self.tokens, angles = self.angles[0].shape
-        self.size, self.dtype = 2 * angles, cos.dtype
+        *batch, self.tokens, angles = self.angles[0].shape
+        self.batch = batch[0] if batch else 1
+        self.size, self.dtype, self.dims = 2 * angles, cos.dtype, cos.dim()
         return self
 
     @staticmethod
@@ -244,25 +250,38 @@ def tables_of(module: torch.nn.Module, reads: Reads) -> type[Tables] | None:
     if len(required) > 1 or any(parameter.kind is not parameter.POSITIONAL_OR_KEYWORD for parameter in required):
         return None
     layers: list[tuple[str, ...]] = [(name,) for name in getattr(module, "layer_types", ())] if required else [()]
-    kinds = {_tables(reads.copy_of(module), module, forward, of_layer) for of_layer in layers}
-    return kinds.pop() if len(kinds) == 1 else None
+
+    def kinds(*positions: int) -> set[type[Tables] | None]:
+        return {_tables(reads.copy_of(module), module, forward, of_layer, positions) for of_layer in layers}
+
+    found = kinds(2, 3)
+    if found == {None}:
+        found = kinds(5, 2)  # the two coordinates of each part of images
+    else:
+        found |= kinds(3, 2, 3) - {None}  # in text, height and width
+    return found.pop() if len(found) == 1 else None
 
 
 def _tables(
-    bare: torch.nn.Module, module: torch.nn.Module, forward: Callable[..., Any], of_layer: tuple[str, ...]
+    bare: torch.nn.Module,
+    module: torch.nn.Module,
+    forward: Callable[..., Any],
+    of_layer: tuple[str, ...],
+    of_positions: tuple[int, ...],
 ) -> type[Tables] | None:
     for name, buffer in module.named_buffers():
         bare._buffers[name] = torch.ones(buffer.shape, dtype=buffer.dtype)
     with torch.no_grad(), torch.autocast("cpu", enabled=False), Symbols() as symbols:
-        x, positions = torch.ones(2, 3, 4), torch.ones(2, 3, dtype=torch.int64)
+        x, positions = torch.ones(2, 3, 4), torch.ones(of_positions, dtype=torch.int64)
         try:
-            found = forward(bare, x, positions, *of_layer)
+            found = torch.func.functionalize(lambda: forward(bare, x, positions, *of_layer))()
         except Exception:  # the code of a module that is for something else may raise anything
             return None
         if not (isinstance(found, tuple) and len(found) == 2 and all(isinstance(table, Tensor) for table in found)):
             return None
         cos, sin = found
-        if cos.dim() != 3 or cos.shape[:2] != positions.shape or (cos.shape, cos.dtype) != (sin.shape, sin.dtype):
+        of_rows = positions.shape[:1] if positions.shape == (5, 2) else positions.shape[-2:]
+        if cos.shape[:-1] != of_rows or (cos.shape, cos.dtype) != (sin.shape, sin.dtype):
             return None
         numbers = [symbols.of(table) for table in found]
     even = cos.shape[-1] % 2 == 0

@@ -20,7 +20,14 @@ aten = torch.ops.aten
 
 _ADDITIONS = {aten.add.Tensor: 1, aten.sub.Tensor: -1}
 _DOES_NOT_REPEAT = torch.Tag.nondeterministic_seeded
-_MOVES = {aten.cat.default, aten.stack.default, aten.clone.default, aten._unsafe_view.default, aten.neg.default}
+_SCATTERS = {aten.slice_scatter.default, aten.select_scatter.default, aten.copy.default}
+_MOVES = {
+    aten.cat.default,
+    aten.stack.default,
+    aten.clone.default,
+    aten._unsafe_view.default,
+    aten.neg.default,
+} | _SCATTERS
 
 
 class Symbols(TorchDispatchMode):  # type: ignore[no-untyped-call]

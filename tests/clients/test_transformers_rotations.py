@@ -24,6 +24,8 @@ KINDS = {
     "Glm4": ({"head_dim": 16, "partial_rotary_factor": 0.5}, "rotation of q and k fused"),  # pairs side by side
     "Cohere2": ({"head_dim": 16}, "rotation of q and k fused"),
     "Ernie4_5": ({}, "rotation of q and k fused"),
+    # Its tables are written column by column, from positions in text, height and width.
+    "Qwen3_5Text": ({"head_dim": 32, "layer_types": ["full_attention"] * 3}, "q/k norm and rotation fused"),
     "DeepseekV3": (DEEPSEEK | {"first_k_dense_replace": 3}, "rotation of q and k fused"),
 }
 
@@ -39,7 +41,8 @@ def answers(model):
     with torch.no_grad():
         first = model(tokens(), attention_mask=mask, use_cache=True)
         mask = torch.cat((mask, mask[:, :1] | 1), 1)
-        then = model(tokens(2, 1), attention_mask=mask, past_key_values=first.past_key_values)
+        name = "cache" if "cache" in first else "past_key_values"  # before transformers 5.24
+        then = model(tokens(2, 1), attention_mask=mask, **{name: first[name]})
     return first.logits, then.logits
 
 
@@ -122,9 +125,9 @@ def doubled(q, k, cos, sin):
 
 def test_rotations_are_recognised_by_what_they_compute():
     found = rotations.rotations(with_unsqueezed, {})
-    half = found[torch.bfloat16, torch.bfloat16, "halves", True]
+    half = found[torch.bfloat16, torch.bfloat16, "halves", True, 4]
     assert half == rotations.Rotation(heads=1, interleaved=False, to_halves=False, round_products=True)
-    wide = rotations.rotations(in_float32, {})[torch.bfloat16, torch.bfloat16, "halves", True]
+    wide = rotations.rotations(in_float32, {})[torch.bfloat16, torch.bfloat16, "halves", True, 4]
     assert wide == rotations.Rotation(heads=1, interleaved=False, to_halves=False, round_products=False)
 
 
@@ -164,6 +167,34 @@ def test_other_functions_are_left_alone(function, monkeypatch):
 )
 def test_tables_are_those_that_the_source_takes_apart(source, tables):
     assert attention._taken_apart(ast.parse(source).body, "cos", "sin") == tables
+
+
+def test_tables_of_three_rows_of_positions(calls):
+    """Those of text, height and width, which differ where there is an image, are rotated by in one call too."""
+    model = build("Qwen3_5Text")
+    positions = torch.arange(3 * 2 * 17).reshape(3, 2, 17) % 13
+    with torch.no_grad():
+        wanted = model(tokens(), position_ids=positions).logits
+        fusednorm.transformers.patch(model, steps="rotations")
+        assert torch.equal(model(tokens(), position_ids=positions).logits, wanted)
+    assert len(calls) == 3
+
+
+def test_rows_of_images(calls):
+    """Parts of images have two coordinates, and q and k no batch: [parts, heads, numbers]."""
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
+
+    config = transformers.models.qwen3_5.Qwen3_5VisionConfig(hidden_size=32, intermediate_size=64, depth=2, num_heads=4)
+    torch.manual_seed(0)
+    pixels = torch.randn(16, config.in_channels * config.temporal_patch_size * config.patch_size**2)
+    for dtype in (torch.float32, torch.bfloat16):
+        model = Qwen3_5VisionModel(config).to(dtype).eval()
+        with torch.no_grad():
+            wanted = model(pixels.to(dtype), torch.tensor([[1, 4, 4]])).last_hidden_state
+            assert fusednorm.transformers.patch(model, steps="rotations").rotations == 2
+            calls.clear()
+            assert torch.equal(model(pixels.to(dtype), torch.tensor([[1, 4, 4]])).last_hidden_state, wanted)
+        assert calls == [False] * 2
 
 
 def test_hooks_of_norms_are_called(calls):
