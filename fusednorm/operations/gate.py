@@ -207,6 +207,17 @@ def gelu_and_mul(
     return _and_mul(gelu_and_mul, "gelu", gate, up, between, out)
 
 
+def sigmoid_and_mul(
+    gate: Tensor, up: Tensor | None = None, *, between: torch.dtype | None = None, out: Tensor | None = None
+) -> Tensor:
+    """``sigmoid(gate) * up``, as the gate of attention's result in Qwen3.5 has it; otherwise as :func:`silu_and_mul`."""
+    if not is_dynamo_compiling():
+        result: Tensor | None = _gate_and_up(gate, up, "sigmoid", between, out)
+        if result is not None:
+            return result
+    return _and_mul(sigmoid_and_mul, "sigmoid", gate, up, between, out)
+
+
 def _and_mul(
     function: Callable[..., Any],
     activation: str,

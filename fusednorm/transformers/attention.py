@@ -9,13 +9,15 @@ The forward pass is rewritten from its own source, as those of layers are (``lay
     query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
 
 and ``apply_rotary_pos_emb`` is a rotation (``rotations.py``), the norms and the transpositions move into the last
-statement, which becomes a call of :meth:`PatchedAttention._rotate`. Norms, transpositions, or both may be absent.
+statement, which becomes a call of :meth:`PatchedAttention._rotate`. Norms, transpositions, or both may be absent. Where
+the function takes q and k one after the other, as Gemma 4's, each such statement becomes a call of ``_rotate_one``.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -24,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusednorm.operations.rotate import rotate
 from fusednorm.transformers.layers import _names, _parse, _target, called, compiled, evaluated, source
 from fusednorm.transformers.modules import taken_beside
 from fusednorm.transformers.reads import LeftAloneError, Reads
@@ -99,6 +102,18 @@ class PatchedAttention(Patched):
             q, k = _as_halves(q, tables.size), _as_halves(k, tables.size)
         cos, sin = tables.angles
         return rotation.of(q, k, cos, sin, form, q_weight, k_weight)
+
+    def _rotate_one(self, number: int, function: Callable[..., Any], x: Tensor, tables: Any) -> Any:
+        """q or k, rotated as at the site of this number, whose function takes one of them."""
+        site = self._sites[number]
+        rotation = self._rotation(site, function, x, x, tables)
+        if rotation is None or rotation.to_halves:
+            cos, sin = tables
+            return function(x, cos, sin, **site.arguments)
+        flags = {"interleaved": rotation.interleaved, "round_products": rotation.round_products}
+        if rotation.heads == 1:
+            return rotate(x.transpose(1, 2), *tables.angles, **flags).transpose(1, 2)
+        return rotate(x, *tables.angles, **flags)
 
     def rotated(self, q: Tensor, k: Tensor, tables: Any) -> tuple[Tensor, Tensor] | None:
         """q and k, [batch, tokens, heads, D], rotated as at the first site; None where its function has to do it."""
@@ -176,19 +191,25 @@ def rewritten(attention_class: type, norms: frozenset[str]) -> tuple[Callable[..
         call = _rotating_call(block[index])
         if call is None:
             continue
-        targets, name, (q, k, cos, sin), arguments = call
+        targets, name, (*heads, cos, sin), arguments = call
         tables = _taken_apart(before, cos, sin)
         if tables is None:
             continue
+        rotating = function.__globals__.get(name)
         try:
-            found = rotations(function.__globals__.get(name), arguments)
+            found = rotations(rotating if len(heads) == 2 else _of_each(rotating), arguments)
         except LeftAloneError as error:
             reason = str(error)
             continue
+        if len(heads) == 1:
+            (block[index],) = _parse(f"{targets[0]} = self._rotate_one({len(sites)}, {name}, {heads[0]}, {tables})")
+            sites.append(Site(rotating, arguments, found, (), False, conditions))
+            continue
+        q, k = heads
         moved = [_moved(block[:index], x, norms) for x in (q, k)]
         alike = len({(transposed, norm is None) for transposed, norm, _ in moved}) == 1
-        heads = {rotation.heads for (*_, dims), rotation in found.items() if dims == 4}
-        if not alike or targets != [q, k] or (moved[0][0] and heads != {1}):
+        counting = {rotation.heads for (*_, dims), rotation in found.items() if dims == 4}
+        if not alike or targets != [q, k] or (moved[0][0] and counting != {1}):
             moved = [(False, None, []), (False, None, [])]
         for _, _, left in moved:
             for statement, value in left:
@@ -196,10 +217,21 @@ def rewritten(attention_class: type, norms: frozenset[str]) -> tuple[Callable[..
         of_norms = tuple(norm for _, norm, _ in moved if norm is not None)
         call_of_ours = f"self._rotate({len(sites)}, {name}, {q}, {k}, {tables})"
         (block[index],) = _parse(f"{', '.join(targets)} = {call_of_ours}")
-        sites.append(Site(function.__globals__[name], arguments, found, of_norms, moved[0][0], conditions))
+        sites.append(Site(rotating, arguments, found, of_norms, moved[0][0], conditions))
     if not sites:
         raise LeftAloneError(reason)
     return compiled(tree, function, attention_class), tuple(sites)
+
+
+def _of_each(function: Any) -> Any:
+    """A function of q and k, which calls one that rotates heads for each; what is no plain function stays as it is."""
+    if not inspect.isfunction(function):
+        return function
+
+    def both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **arguments: Any) -> tuple[Any, Any]:
+        return function(q, cos, sin, **arguments), function(k, cos, sin, **arguments)
+
+    return both
 
 
 def _statements(
@@ -219,18 +251,22 @@ def _statements(
 
 
 def _rotating_call(statement: ast.stmt) -> tuple[list[str], str, list[str], dict[str, Any]] | None:
-    """The parts of ``q, k = function(q, k, cos, sin, argument=1)``, where all but the last is a name."""
+    """The parts of ``q, k = function(q, k, cos, sin, argument=1)``, where all but the last is a name.
+
+    Or those of ``q = function(q, cos, sin, argument=1)``.
+    """
     match statement:
         case ast.Assign(
-            targets=[ast.Tuple(elts=[ast.Name(id=one), ast.Name(id=other)])],
+            targets=[ast.Tuple(elts=[ast.Name(), ast.Name()]) | ast.Name() as target],
             value=ast.Call(func=ast.Name(id=name), args=given, keywords=words),
         ):
+            targets = [x.id for x in getattr(target, "elts", [target])]
             of_names = [x.id for x in given if isinstance(x, ast.Name)]
             arguments = {
                 word.arg: word.value.value for word in words if word.arg and isinstance(word.value, ast.Constant)
             }
-            if len(of_names) == len(given) == 4 and len(arguments) == len(words):
-                return [one, other], name, of_names, arguments
+            if len(of_names) == len(given) == len(targets) + 2 and len(arguments) == len(words):
+                return targets, name, of_names, arguments
     return None
 
 

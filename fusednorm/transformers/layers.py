@@ -158,7 +158,11 @@ def first_norm(layer_class: type) -> str | None:
     hidden = tree.args.args[1].arg
     # residual = hidden_states
     others = [statement for statement in tree.body[:2] if not re.fullmatch(f".+ = {hidden}", ast.unparse(statement))]
-    return _norm_of(_first_called(others[0]), hidden) if others and isinstance(others[0], ast.Assign) else None
+    if not others or not isinstance(others[0], ast.Assign):
+        return None
+    # Mamba's layers convert their input to the norm's dtype, which mostly returns it.
+    [first] = _parse(ast.unparse(others[0]).replace(f"{hidden}.to(dtype=self.norm.weight.dtype)", hidden))
+    return _norm_of(_first_called(first), hidden)
 
 
 def straight_on(model_class: type, layers: str) -> tuple[bool, str | None]:
