@@ -151,7 +151,7 @@ class PatchedAttention(Patched):
             return None
         of_q, of_k, dtype, dims = q.shape, k.shape, q.dtype, q.dim()
         rotation = site.rotations.get((dtype, tables.dtype, tables.columns, of_q[-1] == tables.size, dims))
-        if rotation is None or dims != len(of_k) or dims != tables.dims + 1 or k.dtype != dtype or of_q[-1] < tables.size:
+        if rotation is None or not dims == len(of_k) == tables.dims + 1 or k.dtype != dtype or of_q[-1] < tables.size:
             return None
         if site.transposed and dims != 4:
             return None
