@@ -210,7 +210,7 @@ def gelu_and_mul(
 def sigmoid_and_mul(
     gate: Tensor, up: Tensor | None = None, *, between: torch.dtype | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """``sigmoid(gate) * up``, as the gate of attention's result in Qwen3.5 has it; otherwise as :func:`silu_and_mul`."""
+    """``sigmoid(gate) * up``, as the gate of attention in Qwen3.5 has it; otherwise as :func:`silu_and_mul`."""
     if not is_dynamo_compiling():
         result: Tensor | None = _gate_and_up(gate, up, "sigmoid", between, out)
         if result is not None:

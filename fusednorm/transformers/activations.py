@@ -3,6 +3,7 @@
 A method with such a product is rewritten from its own source, as the forward passes of layers are (``layers.py``)::
 
     self.act_fn(self.gate_proj(x)) * self.up_proj(x)    ->    self._gate("act_fn", self.gate_proj(x), self.up_proj(x))
+    attn_output * torch.sigmoid(gate)                   ->    self._product(torch.sigmoid, gate, attn_output)
 
 An activation is recognised by a trace of one call, not by its name. A gate with limits or with a function that is no
 module has a formula in ``mlps.py``, which replaces the forward pass of an MLP, or ``_apply_gate`` of experts: whichever
@@ -16,14 +17,22 @@ import ast
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
+from torch.nn import functional
 
 from fusednorm.operations.functions import relu2
-from fusednorm.operations.gate import gate_and_up_on_fast_path, gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from fusednorm.operations.gate import (
+    gate_and_up_on_fast_path,
+    gelu_and_mul,
+    gelu_tanh_and_mul,
+    sigmoid_and_mul,
+    silu_and_mul,
+)
 from fusednorm.transformers.layers import called, compiled, source
 from fusednorm.transformers.mlps import DTYPES, MLP, activation_of, mlp
 from fusednorm.transformers.reads import LeftAloneError, Reads
@@ -35,6 +44,12 @@ _FUNCTIONS: dict[str | None, Callable[..., Tensor]] = {
     "gelu_tanh": gelu_tanh_and_mul,
     "gelu": gelu_and_mul,
     "relu2": relu2,
+}
+#: Of torch's functions.
+_PRODUCTS: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
+    torch.sigmoid: sigmoid_and_mul,
+    functional.sigmoid: sigmoid_and_mul,
+    functional.silu: silu_and_mul,
 }
 
 
@@ -64,6 +79,13 @@ class PatchedActivations(Patched):
         product: Tensor = activation(gate) * up
         return product
 
+    @staticmethod
+    def _product(function: Callable[..., Tensor], gate: Tensor, up: Tensor) -> Tensor:
+        """``function(gate) * up`` of a function of torch's, rounded between both as torch does."""
+        ours = _PRODUCTS.get(function)
+        alike = gate.dtype == up.dtype and gate.shape == up.shape and gate.device == up.device
+        return ours(gate, up) if ours and alike and gate.dtype in DTYPES else up * function(gate)
+
     def of_both(self, both: Tensor) -> Tensor:
         """The products of rows whose first half is the gate, by the module's only activation."""
         (name,) = self._fusednorm
@@ -73,7 +95,7 @@ class PatchedActivations(Patched):
         """For :func:`fusednorm.contract`."""
         kinds = [(self._modules[name], reads, function) for name, (_, reads, function) in self._fusednorm.items()]
         followed = {_FUNCTIONS[function].__name__ for activation, reads, function in kinds if reads.hold(activation)}
-        return [(name, {}) for name in sorted(followed)]
+        return [(name, {}) for name in sorted(followed | products_of(self._made_of[0]))]
 
 
 #: The class of an activation, the attributes that were read of it, and its name in ``_FUNCTIONS``.
@@ -173,21 +195,38 @@ def rewritten(owner: type, activations: frozenset[str]) -> dict[str, Callable[..
             continue
         try:
             function, tree = source(method)
-            products = _Products(activations)
+            products = Products(function, activations)
             changed = products.visit(tree)
-            if products.found:
+            if products.found or (products.functions and name == "forward"):
                 found[name] = compiled(changed, function, owner)
         except LeftAloneError:
             continue
     return found
 
 
-class _Products(ast.NodeTransformer):
-    """Replaces each ``self.NAME(gate) * up``, and ``up * self.NAME(gate)``, of activations."""
+@functools.cache
+def products_of(owner: type) -> frozenset[str]:
+    """The names of fusednorm's functions for the products of a class's forward pass with one of torch's functions."""
+    try:
+        function, tree = source(owner.forward)  # type: ignore[attr-defined]
+    except LeftAloneError:
+        return frozenset()
+    products = Products(function)
+    products.visit(tree)
+    return frozenset(products.functions)
 
-    def __init__(self, activations: frozenset[str]) -> None:
+
+class Products(ast.NodeTransformer):
+    """Replaces ``self.NAME(gate) * up`` of activations, and ``function(gate) * up`` of torch's functions.
+
+    Either factor may be the first one.
+    """
+
+    def __init__(self, method: Any, activations: frozenset[str] = frozenset()) -> None:
+        self.names = method.__globals__
         self.activations = activations
         self.found: set[str] = set()
+        self.functions: set[str] = set()
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         self.generic_visit(node)
@@ -199,7 +238,23 @@ class _Products(ast.NodeTransformer):
                 self.found.add(name)
                 ours = ast.Attribute(ast.Name("self", ast.Load()), "_gate", ast.Load())
                 return ast.Call(ours, [ast.Constant(name), gate, up], [])
+            match call:
+                case ast.Call(func=ast.Attribute() as function, args=[gate], keywords=[]):
+                    if (product := _PRODUCTS.get(self._value(function))) is not None:
+                        self.functions.add(product.__name__)
+                        ours = ast.Attribute(ast.Name("self", ast.Load()), "_product", ast.Load())
+                        return ast.Call(ours, [function, gate, up], [])
         return node
+
+    def _value(self, node: ast.expr) -> Any:
+        """What a name of the method's module is now, or an attribute of it; None for another expression."""
+        match node:
+            case ast.Name(id=name):
+                return self.names.get(name)
+            case ast.Attribute(value=owner, attr=name):
+                module = self._value(owner)
+                return getattr(module, name, None) if isinstance(module, ModuleType) else None
+        return None
 
 
 def patch_activations(model: torch.nn.Module) -> Iterator[Outcome]:
@@ -218,8 +273,9 @@ def patch_activations(model: torch.nn.Module) -> Iterator[Outcome]:
         found = {name: _kind(child, kinds) for name, child in module.named_children() if _is_bare(child)}
         known = {name: kind for name, kind in found.items() if kind[2] not in (None, "relu2")}
         owner: Any = type(module)
-        if known and rewritten(owner, frozenset(known)):
-            functions = {_FUNCTIONS[function].__name__ for *_, function in known.values()}
+        functions = products_of(owner) if module._modules else frozenset()
+        if (known or functions) and rewritten(owner, frozenset(known)):
+            functions |= {_FUNCTIONS[function].__name__ for *_, function in known.values()}
             yield attach(module, PatchedActivations, frozenset(known), known, f"{', '.join(sorted(functions))} fused")
         elif (others := frozenset(found) - {name for name, kind in found.items() if kind[2]}) and rewritten(
             owner, others

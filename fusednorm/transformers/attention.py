@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from fusednorm.operations.rotate import rotate
-from fusednorm.transformers.layers import _names, _parse, _target, called, compiled, evaluated, source
+from fusednorm.transformers.activations import PatchedActivations, Products, products_of
+from fusednorm.transformers.layers import _names, _parse, _target, called, compiled, evaluated, source, stored
 from fusednorm.transformers.modules import taken_beside
 from fusednorm.transformers.reads import LeftAloneError, Reads
 from fusednorm.transformers.replacing import Outcome, Patched, attach, replaced
@@ -138,7 +139,7 @@ class PatchedAttention(Patched):
             if not all(evaluated(condition, type(self).forward, self) for condition in site.conditions):
                 continue
             found = [(key[1], self._changed(one)) for key, one in site.rotations.items() if key[0] == of_rows]
-            several = len({rotation for _, rotation in found}) > 1
+            several = len({replace(rotation, heads=0) for _, rotation in found}) > 1
             for tables, rotation in found:
                 flags = {name: getattr(rotation, name) for name in ("interleaved", "to_halves", "round_products")}
                 step = "rotate", flags | ({"tables": tables} if several else {})
@@ -164,6 +165,20 @@ class PatchedAttention(Patched):
         return rotation if self._fusednorm is True else replace(rotation, **self._fusednorm)
 
 
+class PatchedGatedAttention(PatchedAttention, PatchedActivations):
+    """Attention that also multiplies its result by a function of a gate, which is a call of ``_product``."""
+
+    @classmethod
+    def of_class(cls, before: type, norms: frozenset[str]) -> dict[str, Any]:
+        forward, sites = rewritten(before, norms, gated=True)
+        return {"forward": forward, "_sites": sites}
+
+    def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
+        """For :func:`fusednorm.contract`."""
+        products = [(name, {}) for name in sorted(products_of(self._made_of[0]))]
+        return [*PatchedAttention._fusednorm_steps(self, of_rows), *products]
+
+
 def _as_halves(x: Tensor, size: int) -> Tensor:
     """Heads whose first ``size`` numbers are pairs side by side, as halves."""
     turned = x[..., :size].reshape(*x.shape[:-1], size // 2, 2).transpose(-1, -2).flatten(-2)
@@ -174,12 +189,15 @@ def _as_halves(x: Tensor, size: int) -> Tensor:
 
 
 @functools.cache
-def rewritten(attention_class: type, norms: frozenset[str]) -> tuple[Callable[..., Any], tuple[Site, ...]]:
+def rewritten(
+    attention_class: type, norms: frozenset[str], gated: bool = False
+) -> tuple[Callable[..., Any], tuple[Site, ...]]:
     """The forward pass of a class that calls ``_rotate``, and its sites.
 
     Args:
         attention_class: the class.
         norms: the names of its attributes that hold norms.
+        gated: whether it also calls ``_product``.
 
     Raises:
         LeftAloneError: it has no such site; without a reason if it shows no rotation at all.
@@ -220,6 +238,7 @@ def rewritten(attention_class: type, norms: frozenset[str]) -> tuple[Callable[..
         sites.append(Site(rotating, arguments, found, of_norms, moved[0][0], conditions))
     if not sites:
         raise LeftAloneError(reason)
+    tree = Products(function).visit(tree) if gated else tree
     return compiled(tree, function, attention_class), tuple(sites)
 
 
@@ -274,8 +293,8 @@ def _taken_apart(statements: list[ast.stmt], cos: str, sin: str) -> str | None:
     """NAME in ``cos, sin = NAME``, if cos and sin are still those of NAME after the statements."""
     for index in reversed(range(len(statements))):
         if found := re.fullmatch(rf"\(?{cos}, {sin}\)? = (\w+)", ast.unparse(statements[index])):
-            return None if any(found[1] in _stored(later) for later in statements[index:]) else found[1]
-        if {cos, sin} & _stored(statements[index]):
+            return None if any(found[1] in stored(later) for later in statements[index:]) else found[1]
+        if {cos, sin} & stored(statements[index]):
             return None
     return None
 
@@ -314,20 +333,19 @@ def _moved(statements: list[ast.stmt], x: str, norms: frozenset[str]) -> _Moved:
     return transposed, norm, left
 
 
-def _stored(node: ast.AST) -> set[str]:
-    return {child.id for child in ast.walk(node) if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store)}
-
-
 # Replacing
 
 
-def patch_rotations(model: torch.nn.Module, norm: type, changed: Mapping[str, Any]) -> Iterator[Outcome]:
+def patch_rotations(
+    model: torch.nn.Module, norm: type, changed: Mapping[str, Any], gates: bool = False
+) -> Iterator[Outcome]:
     """Replaces attention that rotates, and the modules of its tables.
 
     Args:
         model: the model.
         norm: the class of replaced norms.
         changed: the flags that rotations have in place of the model's own.
+        gates: whether to replace the gates of such attention, too.
     """
     tables = {module: module._fusednorm for module in model.modules() if isinstance(module, PatchedTables)}
     new = {module: state for module in model.modules() if (state := _tables_of(module)) is not None}
@@ -347,7 +365,9 @@ def patch_rotations(model: torch.nn.Module, norm: type, changed: Mapping[str, An
             yield type(module).__name__, False, "no module of the model has the tables that its rotation takes"
             continue
         fused = "q/k norm and rotation fused" if any(site.norms for site in sites) else "rotation of q and k fused"
-        outcome = attach(module, PatchedAttention, norms, changed or True, fused)
+        products = products_of(type(module)) if gates else frozenset()
+        mixin = PatchedGatedAttention if products else PatchedAttention
+        outcome = attach(module, mixin, norms, changed or True, ", ".join([fused, *sorted(products)]))
         done |= outcome[1]
         yield outcome
     for module, state in new.items() if done else ():

@@ -116,7 +116,7 @@ def _fused(rest: list[ast.stmt], tail: list[ast.stmt], norms: frozenset[str]) ->
         elif (name := _norm_first_called(added.total, after, norms)) is not None:
             body += _parse(f"_normed, {added.total} = self._add_norm(self.{name}, {added.arguments()})")
             found.fused += 1
-        elif [ast.unparse(statement) for statement in after or tail] == [f"return {added.total}"]:
+        elif _returns(after or tail, added.total):
             body += _parse(f"{added.total} = self._add_last({added.arguments()})")
             found.ends, found.last_normed = True, added.first is not None
             found.fused += found.last_normed
@@ -182,16 +182,22 @@ def straight_on(model_class: type, layers: str) -> tuple[bool, str | None]:
     if len(loops) != 1:
         return False, None
     (loop,) = loops
-    passed = []
     for statement in loop.body:
         match statement:
-            case ast.Assign(value=ast.Call(func=ast.Name(id=layer), args=[ast.Name(id=given), *_])):
-                if layer in _names(loop.target) and _target(statement) == given:
-                    passed.append((given, statement))
-    if len(passed) != 1 or loop.orelse:
+            case ast.Assign(targets=[target], value=ast.Call(func=ast.Name(id=layer), args=[ast.Name(id=hidden), *_])):
+                if layer in _names(loop.target):
+                    break
+    else:
         return False, None
-    hidden, statement = passed[0]
-    if any(hidden in _names(other) for other in loop.body if other is not statement):
+    if loop.orelse:
+        return False, None
+    # hidden = layer(hidden), or hidden, weights = layer(hidden), or outputs = layer(hidden) and hidden = outputs[0]
+    result = ast.unparse(target.elts[0] if isinstance(target, ast.Tuple) else target)
+    index = loop.body.index(statement)
+    writes = loop.body[index : index + 1 if result == hidden else index + 2]
+    if result != hidden and ast.unparse(writes[-1]) not in (f"{hidden} = {result}", f"{hidden} = {result}[0]"):
+        return False, None
+    if any(hidden in stored(other) for other in loop.body if other not in writes):
         return False, None
     if loop not in tree.body:
         return True, None
@@ -380,8 +386,21 @@ def _target(statement: ast.stmt) -> str | None:
     return None
 
 
+def _returns(statements: list[ast.stmt], total: str) -> bool:
+    """Whether the statements are ``return total``, or ``return total, others``."""
+    match statements:
+        case [ast.Return(value=ast.Name(id=name) | ast.Tuple(elts=[ast.Name(id=name), *_]))]:
+            return name == total
+    return False
+
+
 def _names(node: ast.AST) -> set[str]:
     return {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
+
+
+def stored(node: ast.AST) -> set[str]:
+    """The names to which a statement assigns."""
+    return {child.id for child in ast.walk(node) if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store)}
 
 
 def _parse(source: str) -> list[ast.stmt]:

@@ -181,7 +181,7 @@ def _patch(model: torch.nn.Module, kinds: set[str], changed: roundings.Roundings
                     outcomes.update(_patch_layers(owner, name, layers))
         outcomes.update(_patch_others(model))
     if "rotations" in kinds:
-        outcomes.update(patch_rotations(model, PatchedNorm, changed.get("rotation", {})))
+        outcomes.update(patch_rotations(model, PatchedNorm, changed.get("rotation", {}), "gates" in kinds))
     if "gates" in kinds:
         outcomes.update(patch_activations(model))
     entries = tuple(Entry(name, count, replaced, what) for (name, replaced, what), count in outcomes.items())

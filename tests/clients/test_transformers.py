@@ -370,8 +370,31 @@ def test_straight_on():
                 x += 1
             return self.norm(x)
 
-    assert layers.straight_on(Straight, "layers") == (True, "norm")
-    assert layers.straight_on(Between, "layers") == (False, None)
+    class Weights(torch.nn.Module):
+        def forward(self, x):
+            for layer in self.layers:
+                x, weights = layer(x)
+                self.all_weights += (weights, x)
+            return self.norm(x)
+
+    class Outputs(torch.nn.Module):
+        def forward(self, x):
+            for layer in self.layers:
+                outputs = layer(x)
+                x = outputs[0]
+            return self.norm(x)
+
+    class Second(torch.nn.Module):
+        def forward(self, x):
+            for layer in self.layers:
+                outputs = layer(x)
+                x = outputs[1]
+            return self.norm(x)
+
+    for owner in (Straight, Weights, Outputs):
+        assert layers.straight_on(owner, "layers") == (True, "norm")
+    for owner in (Between, Second):
+        assert layers.straight_on(owner, "layers") == (False, None)
 
 
 class Llamas(torch.nn.Module):

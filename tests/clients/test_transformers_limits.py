@@ -1,6 +1,7 @@
-"""Gates with limits, gpt-oss's gates, GELU and relu2 in Hugging Face models: which are recognised, and their bits."""
+"""Gates with limits, gpt-oss's gates, those of attention, GELU and relu2 in Hugging Face models: which are recognised, and their bits."""
 
 import copy
+import functools
 import importlib
 import pickle
 from types import SimpleNamespace
@@ -116,6 +117,7 @@ MODELS = {
         2,
     ),
     "Nemotron": ("AutoModelForCausalLM", "NemotronConfig", {}, 3),
+    "Qwen3.5": ("AutoModelForCausalLM", "Qwen3_5TextConfig", {"head_dim": 32, "layer_types": FULL}, 6),
     "ModernBERT": ("AutoModelForMaskedLM", "ModernBertConfig", {"layer_types": FULL}, 3),
     "BERT": ("AutoModelForMaskedLM", "BertConfig", {}, 0),  # whose GELU stands by itself
 }
@@ -298,6 +300,38 @@ def test_other_gates_are_left_alone(change):
         mlp(Broken(change), method="_apply_gate")
     model = torch.nn.Sequential(Broken(change))
     assert fusednorm.transformers.patch(model).gates == 0
+
+
+class Gated(torch.nn.Module):
+    """Products with functions of torch's."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = torch.nn.Linear(8, 8)
+
+    def forward(self, x, z):
+        return torch.sigmoid(self.gate(x)) * x + x * torch.nn.functional.silu(z) + torch.tanh(z) * x
+
+
+def test_products_with_functions_of_torch(monkeypatch):
+    """They are one call where rows and gates are alike; another function in their place is called."""
+    made, function = [], activations.sigmoid_and_mul
+    counted = functools.wraps(function)(lambda *a: made.append(a) or function(*a))
+    monkeypatch.setitem(activations._PRODUCTS, torch.sigmoid, counted)
+    generator = torch.Generator().manual_seed(0)
+    x, z = (torch.randn(5, 8, generator=generator).bfloat16() for _ in range(2))
+    module = Gated().bfloat16()
+    wanted = [module(x, one) for one in (z, z[:1], z.float())]
+    assert fusednorm.transformers.patch(module, activations=False).gates == 0
+    report = fusednorm.transformers.patch(module)
+    assert report.gates == 1
+    assert "Gated    1  sigmoid_and_mul, silu_and_mul fused" in str(report)
+    assert [step.operation for step in fusednorm.contract(module).steps] == ["sigmoid_and_mul", "silu_and_mul"]
+    assert all(torch.equal(module(x, one), y) for one, y in zip((z, z[:1], z.float()), wanted, strict=True))
+    assert len(made) == 3
+    monkeypatch.setattr(torch, "sigmoid", torch.tanh)
+    assert not torch.equal(module(x, z), wanted[0])
+    assert len(made) == 3
 
 
 def test_relu2():

@@ -25,7 +25,10 @@ KINDS = {
     "Cohere2": ({"head_dim": 16}, "rotation of q and k fused"),
     "Ernie4_5": ({}, "rotation of q and k fused"),
     # Its tables are written column by column, from positions in text, height and width.
-    "Qwen3_5Text": ({"head_dim": 32, "layer_types": ["full_attention"] * 3}, "q/k norm and rotation fused"),
+    "Qwen3_5Text": (
+        {"head_dim": 32, "layer_types": ["full_attention"] * 3},
+        "q/k norm and rotation fused, sigmoid_and_mul",
+    ),
     "DeepseekV3": (DEEPSEEK | {"first_k_dense_replace": 3}, "rotation of q and k fused"),
 }
 
@@ -178,6 +181,22 @@ def test_tables_of_three_rows_of_positions(calls):
         fusednorm.transformers.patch(model, steps="rotations")
         assert torch.equal(model(tokens(), position_ids=positions).logits, wanted)
     assert len(calls) == 3
+
+
+def test_q_and_k_one_after_the_other(monkeypatch):
+    """Gemma 4's function takes one of them; a layer that shares its keys with another one rotates q alone."""
+    layers = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
+    arguments = {"head_dim": 16, "global_head_dim": 16, "num_hidden_layers": 4, **layers}
+    made, function = [], attention.rotate
+    monkeypatch.setattr(attention, "rotate", lambda x, *a, **k: made.append(x.shape) or function(x, *a, **k))
+    for dtype in (torch.float32, torch.bfloat16):
+        model = model_of("Gemma4UnifiedTextConfig", arguments, dtype)
+        wanted = answers(model)
+        assert fusednorm.transformers.patch(model, steps="rotations").rotations == 4
+        made.clear()
+        assert all(map(torch.equal, answers(model), wanted))
+        assert [x[1:] for x in made[:6]] == [(17, heads, 16) for heads in (4, 2, 4, 2, 4, 4)]
+        assert len(made) == 12
 
 
 def test_rows_of_images(calls):
