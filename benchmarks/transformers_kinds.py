@@ -1,4 +1,7 @@
-"""Every kind of model of transformers that can be built tiny: which steps ``patch`` takes, and which it leaves.
+"""Kinds of models of transformers that can be built tiny: which steps ``patch`` takes, and which it leaves.
+
+All kinds of causal and masked language models, of models from text to text, and of classifiers of images; ``--kinds``
+also takes other kinds that transformers knows.
 
     python -P benchmarks/transformers_kinds.py
     python -P benchmarks/transformers_kinds.py --kinds llama t5 bert
@@ -14,7 +17,7 @@ import inspect
 import signal
 import warnings
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -29,20 +32,20 @@ _ACTIVATIONS = ("silu", "gelu", "sigmoid", "relu", "tanh", "softplus")
 TINY = {
     64: "hidden_size d_model n_embd embed_dim hidden_dim dim width embedding_size decoder_hidden_size model_dim "
     "encoder_hidden_size out_hidden_size attention_hidden_size lm_dim attn_hidden_size lru_width",
-    128: "vocab_size intermediate_size ffn_dim d_ff encoder_ffn_dim decoder_ffn_dim n_inner mlp_dim ffn_hidden_size "
+    128: "vocab_size vocab_size_per_layer_input intermediate_size ffn_dim d_ff encoder_ffn_dim decoder_ffn_dim n_inner mlp_dim ffn_hidden_size "
     "dense_intermediate_size intermediate_size_mlp decoder_ffn_hidden_size",
     4: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers depth "
-    "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads decoder_layers "
-    "num_local_experts n_routed_experts num_experts moe_num_experts index_topk lightning_num_heads index_n_heads "
+    "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads "
+    "num_local_experts n_routed_experts num_experts moe_num_experts index_topk index_n_heads linear_num_key_heads "
     "swa_num_attention_heads",
     2: "num_key_value_heads num_kv_heads num_experts_per_tok moe_k moe_topk n_group n_groups hc_mult num_blocks "
-    "swa_num_key_value_heads o_groups num_key_value_heads_linear",
-    1: "first_k_dense_replace topk_group n_shared_experts num_shared_experts global_attn_every_n_layers_",
+    "swa_num_key_value_heads o_groups",
+    1: "first_k_dense_replace topk_group n_shared_experts num_shared_experts",
     16: "head_dim d_kv attention_head_size kv_lora_rank o_lora_rank qk_nope_head_dim v_head_dim ssm_state_size "
     "state_size mamba_d_state chunk_size mamba_chunk_size linear_key_head_dim linear_value_head_dim global_head_dim "
     "index_head_dim mamba_d_head mamba_head_dim hidden_size_per_layer_input conv_dim swa_head_dim swa_v_head_dim",
     32: "moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size q_lora_rank "
-    "image_size vocab_size_per_layer_input expert_ffn_hidden_size sliding_window share_expert_dim expert_dim "
+    "image_size expert_ffn_hidden_size sliding_window share_expert_dim expert_dim "
     "shared_intermediate_size",
     8: "qk_rope_head_dim rotary_dim patch_size mamba_n_heads mamba_num_heads linear_num_value_heads n_mamba_heads",
     256: "max_position_embeddings n_positions n_ctx max_source_positions max_target_positions",
@@ -55,6 +58,7 @@ BUILDERS = {
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": transformers.AutoModelForCausalLM,
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES": transformers.AutoModelForSeq2SeqLM,
     "MODEL_FOR_MASKED_LM_MAPPING_NAMES": transformers.AutoModelForMaskedLM,
+    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES": transformers.AutoModelForImageClassification,
     "MODEL_MAPPING_NAMES": transformers.AutoModel,
 }
 
@@ -67,6 +71,7 @@ OTHERWISE: tuple[dict[str, int | None], ...] = (
     {"head_dim": None},
     {"head_dim": 16},
     {"ssm_state_size": None, "mamba_d_state": None, "mamba_d_head": None, "mamba_n_heads": None, "n_groups": None},
+    {"num_heads": 8},
     {"num_hidden_layers": None, "num_layers": None},
     {"patch_size": None, "image_size": None},
 )
@@ -175,8 +180,28 @@ def run(model: Any) -> tuple[torch.Tensor, Steps]:
     return next(x for x in results if x.is_floating_point() and x.dim() > 1), steps
 
 
-def line(kind: str) -> str:
-    """The table's line of a kind."""
+class Result(NamedTuple):
+    """What the patch takes of a model, and leaves of it."""
+
+    kind: str
+    left: Counter[str]
+    all: Counter[str]
+    off: float  # the greatest distance of two results
+    reasons: list[str]
+
+    def __str__(self) -> str:
+        counts = " ".join(f"{self.left[step]}/{self.all[step]}" for step in self.steps)
+        off = f" off by {self.off:.1g}" if self.off else ""
+        return f"{self.kind} {counts}{off}".strip()
+
+    @property
+    def steps(self) -> list[str]:
+        """The kinds of steps of which some are left."""
+        return [step for step in ("norms", "additions", "rotations", "gates") if self.left[step]]
+
+
+def result(kind: str) -> Result:
+    """A kind's result, with the first sizes with which it can be built and run."""
     reasons: list[Exception] = []
     for changed in OTHERWISE:
         try:
@@ -191,18 +216,27 @@ def line(kind: str) -> str:
         raise reasons[0]
     report = fusednorm.transformers.patch(model)
     after, steps = run(model)
-    left = [f"{steps.left[name]}/{own.left[name]}" for name in ("norms", "additions", "rotations", "gates")]
-    differs = (before != after) & ~(before.isnan() & after.isnan())
-    off = (before.float() - after.float())[differs].abs().max().item() if differs.any() else 0.0
-    bits = "equal" if off == 0 else f"{off:.2g} of {before.abs().max().item():.2g}"
-    why = [f"{entry.class_name}: {entry.what}" for entry in report.entries if not entry.replaced]
-    return f"| {kind} | {' | '.join(left)} | {bits} | {'; '.join(why)} |"
+    differ = (before != after) & ~(before.isnan() & after.isnan())
+    off = (before.float() - after.float())[differ].abs().max().item() if differ.any() else 0.0
+    left = [f"{entry.class_name}: {entry.what}" for entry in report.entries if not entry.replaced]
+    return Result(kind, steps.left, own.left, off, left)
+
+
+def table(results: list[Result]) -> str:
+    """Markdown: the kinds of which the same kinds of steps are left."""
+    lines = ["| Left | Kinds: how many are left of how many |", "|---|---|"]
+    groups: dict[str, list[Result]] = {}
+    for one in results:
+        groups.setdefault(" ".join(one.steps) or "nothing", []).append(one)
+    for steps, group in sorted(groups.items(), key=lambda group: -len(group[1])):
+        lines.append(f"| {steps} | {', '.join(map(str, group))} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
     """See the head of this file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    every = dict.fromkeys(kind for mapping in BUILDERS for kind in getattr(modeling_auto, mapping))
+    every = dict.fromkeys(kind for mapping in list(BUILDERS)[:-1] for kind in getattr(modeling_auto, mapping))
     parser.add_argument("--kinds", nargs="+", default=list(every))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -213,18 +247,28 @@ def main() -> None:
         raise TimeoutError
 
     signal.signal(signal.SIGALRM, too_long)
-    print(f"transformers {transformers.__version__}\n\n| Kind | Norms | Additions | Rotations | Gates | Bits | Left |")
+    results: list[Result] = []
+    not_built: dict[str, str] = {}
     for kind in arguments.kinds:
         signal.alarm(60)
         try:
-            print(line(kind), flush=True)
-        except Exception as error:  # of any model's code for sizes that it was not made for
-            print(
-                f"not built: {kind}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0][:150]}",
-                flush=True,
-            )
+            results.append(one := result(kind))
+            print(one, *one.reasons, sep="; ", flush=True)
+        except Exception as error:  # see above
+            not_built[kind] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            print(f"{kind}: not built this small: {not_built[kind]}", flush=True)
         finally:
             signal.alarm(0)
+    total, left = Counter[str](), Counter[str]()
+    for one in results:
+        total.update(one.all)
+        left.update(one.left)
+    print(f"\ntransformers {transformers.__version__}: {len(results)} kinds, not built {len(not_built)}")
+    print(
+        ", ".join(f"{count - left[step]} of {count} {step}" for step, count in total.items()), "taken; bits differ in"
+    )
+    print(", ".join(one.kind for one in results if one.off) or "none", end="\n\n")
+    print(table(results))
 
 
 if __name__ == "__main__":

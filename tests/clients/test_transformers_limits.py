@@ -1,4 +1,4 @@
-"""Gates with limits, gpt-oss's gates, those of attention, GELU and relu2 in Hugging Face models: which are recognised, and their bits."""
+"""Gates in Hugging Face models, with limits and of attention, GELU and relu2: which are recognised, and their bits."""
 
 import copy
 import functools
