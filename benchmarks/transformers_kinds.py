@@ -32,8 +32,8 @@ _ACTIVATIONS = ("silu", "gelu", "sigmoid", "relu", "tanh", "softplus")
 TINY = {
     64: "hidden_size d_model n_embd embed_dim hidden_dim dim width embedding_size decoder_hidden_size model_dim "
     "encoder_hidden_size out_hidden_size attention_hidden_size lm_dim attn_hidden_size lru_width",
-    128: "vocab_size vocab_size_per_layer_input intermediate_size ffn_dim d_ff encoder_ffn_dim decoder_ffn_dim n_inner mlp_dim ffn_hidden_size "
-    "dense_intermediate_size intermediate_size_mlp decoder_ffn_hidden_size",
+    128: "vocab_size vocab_size_per_layer_input intermediate_size ffn_dim d_ff encoder_ffn_dim decoder_ffn_dim n_inner "
+    "mlp_dim ffn_hidden_size dense_intermediate_size intermediate_size_mlp decoder_ffn_hidden_size",
     4: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers depth "
     "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads "
     "num_local_experts n_routed_experts num_experts moe_num_experts index_topk index_n_heads linear_num_key_heads "

@@ -83,8 +83,10 @@ class PatchedActivations(Patched):
     def _product(function: Callable[..., Tensor], gate: Tensor, up: Tensor) -> Tensor:
         """``function(gate) * up`` of a function of torch's, rounded between both as torch does."""
         ours = _PRODUCTS.get(function)
+        if ours is None or not isinstance(up, Tensor) or gate.dtype not in DTYPES:
+            return up * function(gate)
         alike = gate.dtype == up.dtype and gate.shape == up.shape and gate.device == up.device
-        return ours(gate, up) if ours and alike and gate.dtype in DTYPES else up * function(gate)
+        return ours(gate, up) if alike else up * function(gate)
 
     def of_both(self, both: Tensor) -> Tensor:
         """The products of rows whose first half is the gate, by the module's only activation."""
@@ -239,7 +241,7 @@ class Products(ast.NodeTransformer):
                 ours = ast.Attribute(ast.Name("self", ast.Load()), "_gate", ast.Load())
                 return ast.Call(ours, [ast.Constant(name), gate, up], [])
             match call:
-                case ast.Call(func=ast.Attribute() as function, args=[gate], keywords=[]):
+                case ast.Call(func=ast.Attribute() as function, args=[gate], keywords=[]) if _rows(gate) and _rows(up):
                     if (product := _PRODUCTS.get(self._value(function))) is not None:
                         self.functions.add(product.__name__)
                         ours = ast.Attribute(ast.Name("self", ast.Load()), "_product", ast.Load())
@@ -255,6 +257,14 @@ class Products(ast.NodeTransformer):
                 module = self._value(owner)
                 return getattr(module, name, None) if isinstance(module, ModuleType) else None
         return None
+
+
+def _rows(factor: ast.expr) -> bool:
+    """Whether this may be rows in their own dtype: no number, no attribute, and nothing that is converted."""
+    match factor:
+        case ast.Constant() | ast.Attribute() | ast.Call(func=ast.Attribute(attr="float" | "to")):
+            return False
+    return True
 
 
 def patch_activations(model: torch.nn.Module) -> Iterator[Outcome]:
@@ -273,7 +283,9 @@ def patch_activations(model: torch.nn.Module) -> Iterator[Outcome]:
         found = {name: _kind(child, kinds) for name, child in module.named_children() if _is_bare(child)}
         known = {name: kind for name, kind in found.items() if kind[2] not in (None, "relu2")}
         owner: Any = type(module)
-        functions = products_of(owner) if module._modules else frozenset()
+        # A gate of one number for each row, as of shared experts, is no row.
+        gated = module._modules and not any(getattr(child, "out_features", 0) == 1 for child in module.children())
+        functions = products_of(owner) if gated else frozenset()
         if (known or functions) and rewritten(owner, frozenset(known)):
             functions |= {_FUNCTIONS[function].__name__ for *_, function in known.values()}
             yield attach(module, PatchedActivations, frozenset(known), known, f"{', '.join(sorted(functions))} fused")
