@@ -138,14 +138,12 @@ class Steps(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.left: Counter[str] = Counter()
-        self.ours: Counter[str] = Counter()
         self._made: dict[int, tuple[torch.Tensor, str]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operation, and counts it if it is a step."""
         result = func(*args, **(kwargs or {}))
         if func.namespace == "fusednorm":
-            self.ours[func._opname] += 1
             return result
         operands = [x for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
         made_by = {self._made[id(x)][1] for x in operands if id(x) in self._made}

@@ -4,11 +4,9 @@ Each model has random weights and is built from its configuration: nothing is do
 hidden states and 64 greedy tokens with and without the patch, and one training step; then times, alternating in one
 process. ``--profile`` says where the time of one token goes. ``--encoders`` takes models with LayerNorms, and also
 leaves out what takes most of their time. ``--training`` measures the memory and the time of a step of training.
-``--sizes`` takes models with the configurations of published ones and measures times alone. ``--all`` looks at every
-kind of causal language model that transformers can build small, and only at logits.
+``--sizes`` takes models with the configurations of published ones and measures times alone.
 
     python -P benchmarks/transformers_models.py
-    python -P benchmarks/transformers_models.py --all
     python -P benchmarks/transformers_models.py --profile
     python -P benchmarks/transformers_models.py --encoders
     python -P benchmarks/transformers_models.py --training
@@ -20,17 +18,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import signal
 import statistics
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import fusednorm.transformers
 
@@ -62,17 +57,6 @@ EXPERTS = {
     "qk_rope_head_dim": 32,
     "qk_nope_head_dim": 64,
     "v_head_dim": 64,
-}
-TINY = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
 }
 ENCODER = {
     "vocab_size": VOCABULARY,
@@ -377,44 +361,6 @@ def sizes(rounds: int) -> None:
         print(f"| {name} | {parameters / 1e9:.2f}e9 | {equal:.1%} | {' | '.join(cells)} |", flush=True)
 
 
-def every_kind() -> None:
-    """A line for each kind of causal language model."""
-    counts = {"equal": 0, "differ": 0, "not built": 0, "with norms": 0}
-    fused: Counter[str] = Counter()
-
-    def too_long(*_: Any) -> None:
-        raise TimeoutError
-
-    signal.signal(signal.SIGALRM, too_long)
-    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        signal.alarm(60)
-        try:
-            config = configuration(kind, TINY)
-            with torch.device("meta"):
-                size = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(config).parameters())
-            if size > 2e7:
-                raise MemoryError(f"{size:.0e} parameters")
-            model = build(kind, TINY, torch.bfloat16)
-            with torch.no_grad():
-                before = model(tokens(2, 9), use_cache=False).logits
-        except Exception as error:  # of any model's code for sizes that it was not made for
-            counts["not built"] += 1
-            print(f"{kind:28} not built this small: {type(error).__name__}")
-            continue
-        finally:
-            signal.alarm(0)
-        report = fusednorm.transformers.patch(model)
-        with torch.no_grad():
-            after = model(tokens(2, 9), use_cache=False).logits
-        off = difference(before.nan_to_num(), after.nan_to_num())
-        counts["equal" if off == 0 else "differ"] += 1
-        counts["with norms"] += report.norms > 0
-        parts = {name: getattr(report, name) for name in ("norms", "adds", "rotations", "gates")}
-        fused.update(parts)
-        print(f"{kind:28}", *(f"{name} {count:2}," for name, count in parts.items()), f"logits differ by {off:.2g}")
-    print(counts, dict(fused))
-
-
 def main() -> None:
     """See the head of this file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -422,7 +368,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--encoders", action="store_true")
-    parser.add_argument("--all", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--sizes", action="store_true")
     parser.add_argument("--training", action="store_true")
@@ -430,9 +375,6 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    if arguments.all:
-        every_kind()
-        return
     if arguments.sizes:
         sizes(arguments.rounds)
         return

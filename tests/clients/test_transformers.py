@@ -397,6 +397,35 @@ def test_straight_on():
         assert layers.straight_on(owner, "layers") == (False, None)
 
 
+MAMBA = {"head_dim": 16, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "attn_layer_indices": [1]}
+NEMOTRON = {
+    "layers_block_type": ["mamba", "attention", "mlp"],
+    "head_dim": 16,
+    "ssm_state_size": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "chunk_size": 16,
+    "use_mamba_kernels": False,
+}
+
+
+@pytest.mark.parametrize(("name", "arguments", "adds"), [("Bamba", MAMBA, 6), ("NemotronH", NEMOTRON, 3)])
+def test_sums_are_handed_over_beside_other_results(name, arguments, adds):
+    """Bamba's layers return a sum and weights; Nemotron-H's first convert their input, to the dtype that it has."""
+    model = model_of(f"{name}Config", arguments, torch.bfloat16)
+    fusednorm.transformers.patch(model, steps="norms")
+    with torch.no_grad():
+        wanted = model(tokens(), use_cache=False).logits
+        fusednorm.transformers.unpatch(model)
+        report = fusednorm.transformers.patch(model, steps=("norms", "additions"))
+        assert (report.adds, report.across) == (adds, 3)
+        assert torch.equal(model(tokens(), use_cache=False).logits, wanted)
+        weight = model.model.layers[1].pre_ff_layernorm.weight if name == "Bamba" else model.model.layers[1].norm.weight
+        weight.zero_()
+        assert not torch.equal(model(tokens(), use_cache=False).logits, wanted)
+
+
 class Llamas(torch.nn.Module):
     """A norm to break, one way at a time."""
 
