@@ -7,6 +7,7 @@ each call asks :meth:`Reads.hold` first, and runs the module's own code where th
 from __future__ import annotations
 
 import copy
+import logging
 import warnings
 from collections.abc import Callable
 from enum import Enum
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from fusednorm.transformers.replacing import ATTACHED
 
+_torchs_log = logging.getLogger("torch._subclasses.fake_tensor")
 _OF_TORCH = {*dir(torch.nn.Module), *vars(torch.nn.Module())} - {"training"}
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 _VALUES = (int, float, complex, str, bytes, torch.dtype, torch.device, MethodType)
@@ -41,10 +43,13 @@ def traced(call: Callable[..., Any], *inputs: tuple[tuple[int, ...], torch.dtype
     with FakeTensorMode(), torch.no_grad(), torch.autocast("cpu", enabled=False), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they concern dtypes that the model may not use
         made = [None if one is None else torch.empty(one[0], dtype=one[1]) for one in inputs]
+        before, _torchs_log.disabled = _torchs_log.disabled, True  # it shows operations that fail as its own faults
         try:
             return make_fx(call)(*made).graph
         except Exception as error:  # the code may raise anything for a tensor that it does not expect
             raise LeftAloneError(f"it cannot be traced: {in_a_line(error)}") from error
+        finally:
+            _torchs_log.disabled = before
 
 
 def in_a_line(error: Exception) -> str:

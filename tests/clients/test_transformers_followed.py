@@ -115,3 +115,16 @@ def test_a_layer_norm_without_weight_and_bias_is_left_with_a_reason():
 
     report = str(fusednorm.transformers.patch(Model()))
     assert "no attribute" not in report
+
+
+class PoolNorm(torch.nn.Module):
+    """A norm by its name, whose operation refuses rows."""
+
+    def forward(self, x):
+        return torch.nn.functional.avg_pool2d(x, 2)
+
+
+def test_torch_logs_no_fault_of_a_trace(capfd):
+    report = fusednorm.transformers.patch(torch.nn.Sequential(PoolNorm()))
+    assert "PoolNorm    1  left alone" in str(report)
+    assert capfd.readouterr().err == ""
