@@ -249,7 +249,9 @@ def compiled(tree: ast.FunctionDef, function: Any, owner: type) -> Callable[...,
     made.__defaults__, made.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
     try:
         for decorator in reversed(decorators):
-            made = eval(compile(ast.Expression(decorator), "<fusednorm>", "eval"), function.__globals__)(made)
+            decorate = eval(compile(ast.Expression(decorator), "<fusednorm>", "eval"), function.__globals__)
+            # transformers writes a docstring from the class that stands around the source.
+            made = made if "auto_docstring" in getattr(decorate, "__qualname__", "") else decorate(made)
     except Exception as error:  # code of others, which may look for the class or the file of a function
         raise LeftAloneError(f"its decorators do not take it: {in_a_line(error)}") from error
     return cast("Callable[..., Any]", made)

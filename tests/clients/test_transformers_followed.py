@@ -1,5 +1,8 @@
 """A patched model follows each number that patch read from it, and patch does all or nothing."""
 
+import functools
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -128,3 +131,30 @@ def test_torch_logs_no_fault_of_a_trace(capfd):
     report = fusednorm.transformers.patch(torch.nn.Sequential(PoolNorm()))
     assert "PoolNorm    1  left alone" in str(report)
     assert capfd.readouterr().err == ""
+
+
+def auto_docstring(function):
+    """transformers' decorator of this name reads the file around a function, and since 5.24 wraps it."""
+    assert "Documented" in Path(function.__code__.co_filename).read_text()
+    return functools.wraps(function)(lambda *args: function(*args))
+
+
+class Documented(torch.nn.Module):
+    """A layer whose forward pass has that decorator."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(8)
+
+    @auto_docstring
+    def forward(self, x, residual):
+        y = self.norm(x + residual)
+        return 2 * y
+
+
+def test_a_decorator_that_documents_is_left_out():
+    """A layer of SigLIP's and of many vision towers is fused none the less."""
+    module, (x, residual) = Documented(), torch.randn(2, 3, 8)
+    wanted = module(x, residual)
+    assert fusednorm.transformers.patch(module).adds == 1
+    torch.testing.assert_close(module(x, residual), wanted)
