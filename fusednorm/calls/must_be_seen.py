@@ -196,7 +196,7 @@ def listening() -> bool:
 def plain(*operands: Tensor | None) -> bool:
     """Whether no operand's type overrides anything, which is the usual case."""
     for operand in operands:  # noqa: SIM110  (all() takes twice as long)
-        if type(operand) not in _PLAIN:
+        if operand is not None and type(operand) not in _PLAIN:
             return False
     return True
 

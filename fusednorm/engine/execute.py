@@ -350,7 +350,7 @@ def _interleaved(y: Tensor | None, z: Tensor) -> Tensor | None:
 
 def gate(y: Tensor | None, z: Tensor, gating: Gating, out: Tensor | None = None) -> Tensor:
     """Gated rows of checked operands, or without y the function of z, in new memory or in ``out``."""
-    if out is None and (found := gate_on_fast_path(y, z, gating)) is not None:
+    if out is None and (found := gate_on_fast_path(y, z, *gating)) is not None:
         return found
     first, both = z if y is None else y, _interleaved(y, z)
     backend = backend_of_gates(first, "gate", gating, both is not None)
@@ -373,15 +373,21 @@ def gate(y: Tensor | None, z: Tensor, gating: Gating, out: Tensor | None = None)
     return out
 
 
-def gate_on_fast_path(y: Tensor | None, z: Tensor, gating: Gating) -> Tensor | None:
+def gate_on_fast_path(
+    y: Tensor | None,
+    z: Tensor,
+    activation: str,
+    between: torch.dtype | None,
+    out_dtype: torch.dtype | None,
+    *steps: Any,
+) -> Tensor | None:
     """The result, if the fast path takes the call; a public function has asked it unless gradients are recorded."""
-    between, out_dtype = gating.between, gating.out_dtype
-    if between is torch.float32 or y is None or gating.steps != _NO_STEPS:
+    if between is torch.float32 or y is None or steps != _NO_STEPS:
         return None
     if between is None and out_dtype == y.dtype:
-        found: Any = _gate_alone(y, z, gating.activation)
+        found: Any = _gate_alone(y, z, activation)
     elif between in (None, z.dtype) and out_dtype == z.dtype:
-        found = and_mul(z, y, gating.activation, torch.float32 if between is None else None)
+        found = and_mul(z, y, activation, torch.float32 if between is None else None)
     else:
         return None
     return cast("Tensor | None", found)

@@ -84,13 +84,13 @@ def register(
 
 def _by_position(function: Callable[..., Any], operator: torch._ops.OpOverload[Any, Any]) -> Callable[..., Any]:
     """The function, which takes arguments by position, for calls that name some of an operator's."""
+    defaults = [(one.name, one.default_value) for one in operator._schema.arguments]  # which takes long to ask
 
     @functools.wraps(function)
     def called(*arguments: Any, **named: Any) -> Any:
         if not named:
             return function(*arguments)
-        rest = operator._schema.arguments[len(arguments) :]
-        return function(*arguments, *(named.get(one.name, one.default_value) for one in rest))
+        return function(*arguments, *[named.get(name, value) for name, value in defaults[len(arguments) :]])
 
     return called
 

@@ -75,7 +75,7 @@ GATE = Operator(
     ),
     _run_gate,
     _run_gate_backward,
-    lambda y, z, *gating: execute.gate_on_fast_path(y, z, Gating(*gating)),
+    execute.gate_on_fast_path,
 )
 
 

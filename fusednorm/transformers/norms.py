@@ -59,6 +59,11 @@ class Form:
         before = {"group_size": self.group_size, "norm_before_gate": self.norm_before_gate}
         return {**self.of_norm, **before, "activation": self.activation, "between": self.between}
 
+    def is_norm_like(self, other: Form) -> bool:
+        """Whether both are RMS norms with the same arguments."""
+        same = self.eps == other.eps and self.weight_offset == other.weight_offset
+        return same and self.round_norm == other.round_norm and not (self.center or other.center)
+
 
 #: By the dtypes of the input and of the weight (None without a weight); a bias has the weight's.
 Forms = dict[tuple[dtype, dtype | None], Form]

@@ -247,7 +247,7 @@ def _patch_norms(model: torch.nn.Module, changed: roundings.Roundings) -> Iterat
             yield type(module).__name__, False, found
         else:
             without, gated = (_changed(of_pairs, changed) for of_pairs in found)
-            state = NormState(without, gated, reads)
+            state = NormState(without, gated, reads.copy())
             yield attach(module, PatchedNorm, frozenset(), state, _describe(without, gated))
 
 

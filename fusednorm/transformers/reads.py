@@ -71,6 +71,12 @@ class Reads:
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
 
+    def copy(self) -> Reads:
+        """The same for another module: of what two modules share, a compiler asks at each call whether they still do."""
+        copied = Reads()
+        copied.values = dict(self.values)
+        return copied
+
     def hold(self, owner: object) -> bool:
         """Whether the attributes of a module, or of another object, are these."""
         for name, value in self.values.items():

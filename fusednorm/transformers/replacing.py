@@ -49,6 +49,7 @@ class Patched(torch.nn.Module):
         return {}
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator] # as torch's compiler takes hooks
 def bare(module: torch.nn.Module) -> bool:
     """Whether a call of the module only calls its forward pass."""
     own = module.__dict__  # by which an attribute is found sooner
