@@ -173,16 +173,15 @@ class PatchedLayer(Patched):
         self, x: Tensor, residual: Tensor, first: torch.nn.Module | None = None, x_scale: Any = 1.0
     ) -> Tensor:
         """``residual + x``, whose term is as that of ``_add_norm``. Its norm is kept for the next layer."""
-        norm, next_layer, compiling = self._fusednorm.following, self._fusednorm.next_layer, is_dynamo_compiling()
-        if isinstance(norm, PatchedNorm) and not self._recomputed(compiling):
-            # Writes are not counted then, and hooks may write.
-            uncounted = compiling or is_inference_mode_enabled()
-            if not uncounted or all(bare(module) for module in (self, next_layer) if module is not None):
-                fused = _added(norm, x, residual, first, x_scale)
-                if fused is not None:
-                    y, total = fused
-                    norm._fusednorm.handed = Handed(total, y, _version(total), is_grad_enabled())
-                    return total
+        norm, compiling = self._fusednorm.following, is_dynamo_compiling()
+        # Writes, which hooks may do, are not counted if torch compiles, or in inference mode.
+        unwritten = not (compiling or is_inference_mode_enabled()) or _without_hooks(self)
+        if unwritten and isinstance(norm, PatchedNorm) and not self._recomputed(compiling):
+            fused = _added(norm, x, residual, first, x_scale)
+            if fused is not None:
+                y, total = fused
+                norm._fusednorm.handed = Handed(total, y, _version(total), is_grad_enabled())
+                return total
         total = self._sum(x, residual, first, x_scale)
         _refuse_a_rounded_sum(norm, total)
         return total
@@ -217,6 +216,13 @@ class PatchedLayer(Patched):
         if is_exporting() or (self.training and getattr(self, "gradient_checkpointing", False)):
             return True
         return not compiling and _saved_tensors_hooks(False) is not None
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator] # as for ``bare``
+def _without_hooks(layer: PatchedLayer) -> bool:
+    """Whether neither a layer nor the next one has hooks."""
+    next_layer = layer._fusednorm.next_layer
+    return bare(layer) and (next_layer is None or bare(next_layer))
 
 
 #: A forward pass for each class and its norms.

@@ -72,7 +72,7 @@ class Reads:
         self.values: dict[str, Any] = {}
 
     def copy(self) -> Reads:
-        """The same for another module: of what two modules share, a compiler asks at each call whether they still do."""
+        """The same for another module: of what two share, a compiler asks at each call whether they still do."""
         copied = Reads()
         copied.values = dict(self.values)
         return copied

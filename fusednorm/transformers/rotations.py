@@ -178,7 +178,7 @@ class Tables(tuple[Tensor, Tensor]):
     dtype: dtype
 
     def __new__(cls, tables: Iterable[Tensor]) -> Tables:
-        self = super().__new__(cls, tables)
+        self = tuple.__new__(cls, tables)
         cos, sin = self
         self.angles = cls.to_angles(cos), cls.to_angles(sin)
         *batch, self.tokens, angles = self.angles[0].shape
