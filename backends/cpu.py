@@ -13,7 +13,8 @@ import torch
 
 from fusednorm.calls import c_abi, process
 from fusednorm.calls import fast_path as path
-from fusednorm.calls.call import Gate, GateBackward, LogProb, LogProbBackward, Rotate
+from fusednorm.calls.c_enums import DeclaredOf
+from fusednorm.calls.call import DeclaredCall, Gate, GateBackward, Rotate
 
 if TYPE_CHECKING:
     from fusednorm.calls.call import Call, Operation
@@ -23,6 +24,7 @@ DEVICES = ("cpu",)
 KNOWS = frozenset(("norm_before_add", "affine", "x_scale", "quantize", "round_scale", "gate", "norm_gated", "rotate"))
 KNOWS |= {"gate_steps", "gate_interleaved", "softcap", "affine_backward", "gate_backward", "norm_gated_backward"}
 KNOWS |= {"center", "log_prob", "log_prob_backward", "log_prob_parts"}
+KNOWS |= {of.name.lower() for of in DeclaredOf if of > DeclaredOf.SUMS}  # those before are log-probabilities
 
 #: The type of device whose tensors the fast path takes to this backend; None if there is no fast path.
 fast_path: str | None = None
@@ -129,7 +131,7 @@ def plan(operation: Operation) -> str:
 
 #: The function of the library that runs a call, where it is not ``fn_run``.
 _FUNCTIONS = {Gate: "fn_run_gate", GateBackward: "fn_run_gate", Rotate: "fn_run_rotation"}
-_FUNCTIONS |= {LogProb: "fn_run_log_prob", LogProbBackward: "fn_run_log_prob"}
+_FUNCTIONS[DeclaredCall] = "fn_run_declared"
 
 
 def forward(call: Call) -> None:

@@ -20,13 +20,12 @@ from fusednorm.calls.call import (
     AroundNorm,
     Backward,
     Call,
+    DeclaredCall,
     FirstNorm,
     Forward,
     Gate,
     GateBackward,
     GateSteps,
-    LogProb,
-    LogProbBackward,
     NormGated,
     Operation,
     Quantize,
@@ -407,21 +406,22 @@ class LogProbKind(NamedTuple):
     two_levels: bool = False
 
     @classmethod
-    def of(cls, call: LogProb | LogProbBackward) -> LogProbKind:
+    def of(cls, call: DeclaredCall) -> LogProbKind:
         """The kind of a call."""
-        whole, none = call.name == "log_softmax", (None, (0, 0))
-        rows: tuple[tuple[Tensor | None, Strides], ...]
-        if isinstance(call, LogProb):
-            out, d, d_entropy = call.out, None, None
-            rows = (call.logits, call.strides[0]), (out, call.strides[1]) if whole else none
-        else:
-            out, d, d_entropy = call.dx, call.d, call.d_entropy
-            of_logits, of_out, of_d = call.strides
-            rows = (call.logits, of_logits), (out, of_out), (d, of_d) if whole else none
+        given = call.tensors
+        assert given["out"] is not None
         return cls(
-            *(call.name, call.logits.dtype, out.dtype, _dtype(call.ids), _dtype(call.temperature)),
-            *(_dtype(d), _dtype(d_entropy), call.softcap != 0, call.hidden_size),
-            *(_alignment(rows, ()), call.inner != call.rows),
+            name=call.name,
+            logits=call.x.dtype,
+            out=given["out"].dtype,
+            ids=_dtype(given.get("ids")),
+            temperature=_dtype(given.get("temperature")),
+            d=_dtype(given.get("d")),
+            d_entropy=_dtype(given.get("d_entropy")),
+            capped=bool(call.flags.get("softcap")),
+            hidden_size=call.hidden_size,
+            alignment=_alignment(tuple((given[name], lies) for name, lies in call.strides.items()), ()),
+            two_levels=call.inner != call.rows,
         )
 
     @property
@@ -444,14 +444,13 @@ _KINDS: dict[type, Callable[..., ForwardKind | GateKind | RotationKind | LogProb
     Gate: GateKind.of,
     GateBackward: GateKind.of,
     Rotate: RotationKind.of,
-    LogProb: LogProbKind.of,
-    LogProbBackward: LogProbKind.of,
+    DeclaredCall: LogProbKind.of,
 }
 
 #: How launchers take calls: some after one that says on which GPU the operands are.
 PACKED: dict[type, Callable[..., bytes]] = {**c_abi.PACKED, Rotate: c_abi.pack_rotation}
 PACKED |= dict.fromkeys((Gate, GateBackward), c_abi.pack_gate_alone)
-PACKED |= dict.fromkeys((LogProb, LogProbBackward), c_abi.pack_log_prob_alone)
+PACKED[DeclaredCall] = c_abi.pack_declared_alone
 
 
 def kind_of(call: Call) -> ForwardKind | GateKind | RotationKind | LogProbKind:
@@ -523,6 +522,8 @@ def check_addresses(call: Call) -> None:
     named = list(zip(call._fields, call, strict=True))
     if isinstance(call, Rotate):
         named += [pair for heads in call.heads for pair in zip(heads._fields, heads, strict=True)]
+    if isinstance(call, DeclaredCall):
+        named += call.tensors.items()
     for name, tensor in named:
         if isinstance(tensor, Tensor) and tensor.data_ptr() % tensor.itemsize:
             raise ValueError(

@@ -13,7 +13,7 @@ def declared(name):
 
 
 ffibuilder = FFI()
-for header in ("abi/enums.h", "abi/call.h", "abi/gate.h", "abi/log_prob.h", "abi/rotation.h", "run/tuning.h"):
+for header in ("abi/enums.h", "abi/call.h", "abi/gate.h", "abi/declared.h", "abi/rotation.h", "run/tuning.h"):
     ffibuilder.cdef(declared(header))
 ffibuilder.cdef("""
     int fn_isa_count(void);
@@ -28,7 +28,7 @@ ffibuilder.cdef("""
     int fn_run(const void *call);
     void fn_run_gate(const void *packed); /* a `struct fn_gate` */
     int fn_run_rotation(const void *packed); /* a `struct fn_rotation` */
-    int fn_run_log_prob(const void *packed); /* a `struct fn_log_prob` */
+    int fn_run_declared(const void *packed); /* a `struct fn_declared` */
     int fn_run_triton(uintptr_t kernel, const void *call, int64_t programs);
     #define FN_PARALLEL_ELEMENTS ...
 """)

@@ -44,7 +44,7 @@ from fusednorm.backends.kernel_keys import (
 )
 from fusednorm.calls import c_abi
 from fusednorm.calls import fast_path as path
-from fusednorm.calls.call import GateBackward, LogProbBackward, Rotate, device_of
+from fusednorm.calls.call import DeclaredCall, GateBackward, Rotate, device_of
 from fusednorm.calls.process import BackendError
 from fusednorm.reference import norm as reference
 
@@ -256,7 +256,7 @@ def forward(call: ForwardCall) -> None:
         _run(part)
 
 
-def _run(call: ForwardCall | GateBackward | LogProbBackward) -> None:
+def _run(call: ForwardCall | GateBackward | DeclaredCall) -> None:
     """Launches the one kernel of a call."""
     device = device_of(call).index
 
@@ -276,9 +276,9 @@ _CHOSEN: dict[type, Callable[..., Variant]] = {
 }
 
 
-def backward(call: Backward | GateBackward | LogProbBackward) -> None:
+def backward(call: Backward | GateBackward | DeclaredCall) -> None:
     """Launches kernels; see :class:`fusednorm.registry.Backend`."""
-    if isinstance(call, (GateBackward, LogProbBackward)):
+    if isinstance(call, (GateBackward, DeclaredCall)):
         _run(call)
         return
     device = call.operation.device.index or 0

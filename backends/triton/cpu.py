@@ -40,7 +40,7 @@ from fusednorm.calls.call import ACTIVATIONS, AroundNorm, Backward, Forward, Gat
 from fusednorm.reference import norm as reference
 
 if TYPE_CHECKING:
-    from fusednorm.calls.call import Call, ForwardCall, GateBackward, LogProbBackward, Operation
+    from fusednorm.calls.call import Call, DeclaredCall, ForwardCall, GateBackward, Operation
 
 #: Triton's CPU driver, and its interpreter, take tensors in the processor's memory.
 DEVICES = ("cpu",)
@@ -338,6 +338,6 @@ def forward(call: ForwardCall) -> None:
         _host.run(call)
 
 
-def backward(call: Backward | GateBackward | LogProbBackward) -> None:
+def backward(call: Backward | GateBackward | DeclaredCall) -> None:
     """Runs kernels; see :class:`fusednorm.registry.Backend`, and :func:`forward`."""
     _host.run(call)

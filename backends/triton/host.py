@@ -34,14 +34,13 @@ from fusednorm.calls.c_enums import Share
 from fusednorm.calls.call import (
     Backward,
     Call,
+    DeclaredCall,
     Forward,
     ForwardCall,
     Gate,
     GateBackward,
     Heads,
     HeadsNorm,
-    LogProb,
-    LogProbBackward,
     NormGated,
     Quantize,
     Rotate,
@@ -351,7 +350,7 @@ _OF_GATE = tuple((f"{name}_stride", f"{name}_jump") for name in ("y", "z", "out"
 _OF_GATE_BACKWARD = tuple((f"{name}_stride", f"{name}_jump") for name in ("d", "y", "z", "dy", "dz"))
 _OF_QUANTIZER = tuple((f"{name}_stride", f"{name}_jump") for name in ("x", "numbers", "scale", "zero_point"))
 _OF_TABLES = tuple((f"{name}_stride", f"{name}_jump") for name in ("cos", "sin", "positions"))
-_OF_LOG_PROB = tuple((f"{name}_stride", f"{name}_jump") for name in ("logits", "out", "d"))
+_OF_LOG_PROB = ("logits", "ids", "temperature", "out", "m", "s", "entropy", "d", "d_entropy")
 _OF_BACKWARD = tuple((f"{name}_stride", f"{name}_jump") for name in ("dy", "d_total", "h"))
 
 #: The numbers that only a norm before a quantizer has.
@@ -359,7 +358,7 @@ _NUMBERS = ("eps", "weight_offset", *(name for names in _OF_FORWARD[1:] for name
 
 
 def _places(
-    call: Forward | Backward | Gate | GateBackward | Quantize | Rotate | LogProb | LogProbBackward,
+    call: Forward | Backward | Gate | GateBackward | Quantize | Rotate | DeclaredCall,
     names: Iterable[tuple[str, str]],
     strides: Iterable[Strides],
 ) -> dict[str, Any]:
@@ -453,7 +452,7 @@ class Host:
         """Launches a kernel; see :class:`fusednorm.registry.Backend`."""
         self._launch(call, call.rows, self._operands(call))
 
-    def _launch(self, call: ForwardCall | GateBackward | LogProbBackward, rows: int, values: dict[str, Any]) -> None:
+    def _launch(self, call: ForwardCall | GateBackward, rows: int, values: dict[str, Any]) -> None:
         """Launches the one kernel of a call."""
         with _current(device_of(call)):
             (launch,) = self.held_for(kind_of(call), call)
@@ -508,16 +507,17 @@ class Host:
         operands = {"": heads.x, "_out": heads.out, "_weight": heads.weight, "_rstd": heads.rstd}
         return values | {name + of: self.pointer(tensor) for of, tensor in operands.items()}
 
-    def log_prob(self, call: LogProb | LogProbBackward) -> None:
+    def log_prob(self, call: DeclaredCall) -> None:
         """Launches the kernel of log-probabilities, or of their gradient."""
-        strides = (*call.strides, ABSENT) if isinstance(call, LogProb) else call.strides
-        values = self._given(call) | _places(call, _OF_LOG_PROB, strides)
-        if isinstance(call, LogProb):
-            values["result"] = values["out"]
-        else:
-            values |= {"out": values["dx"], "d_result": values["d"]}
-        values["count"] = 0 if call.ids is None else call.ids.numel() // call.rows
-        values |= {"ignores": int(call.ignore_index is not None), "ignore_index": call.ignore_index or 0}
+        values: dict[str, Any] = {name: self.pointer(call.tensors.get(name)) for name in _OF_LOG_PROB}
+        values |= {"result": values["out"], "d_result": values["d"], "hidden_size": call.hidden_size}
+        with_rows = ("logits", "out", "d")
+        names = [(f"{name}_stride", f"{name}_jump") for name in with_rows]
+        values |= _places(call, names, [call.strides.get(name, ABSENT) for name in with_rows])
+        ids, ignored = call.tensors.get("ids"), call.flags.get("ignore_index")
+        values["count"] = 0 if ids is None else ids.numel() // call.rows
+        values |= {"ignores": int(ignored is not None), "ignore_index": ignored or 0}
+        values["softcap"] = call.flags.get("softcap") or 0.0
         self._launch(call, call.rows, values)
 
     def backward(self, call: Backward) -> None:
@@ -541,8 +541,7 @@ _METHODS = {
     GateBackward: "gate",
     NormGated: "norm_gated",
     Rotate: "rotate",
-    LogProb: "log_prob",
-    LogProbBackward: "log_prob",
+    DeclaredCall: "log_prob",
     Backward: "backward",
 }
 

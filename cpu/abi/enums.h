@@ -15,13 +15,13 @@ enum fn_pass {
 /* SCALE_ONLY: x times `eps`, rounded to out's kind, and nothing else. QUANTIZED: a `struct fn_quantizer` follows in
  * memory, which takes the rows of out; QUANTIZE_ONLY: it takes the rows of x, and there is nothing else. GATE_AFTER,
  * GATE_BEFORE: a `struct fn_gate` follows, which takes the rows of out, or whose rows are taken as x, and rounded, with
- * ROUND_NORM, to out's kind; GATE_ONLY: there is nothing else. ROTATION_ONLY, LOG_PROB_ONLY: a `struct fn_rotation` or
- * `fn_log_prob` follows, and there is nothing else; for GPUs, and log-probabilities for Triton on CPUs too. CENTER:
+ * ROUND_NORM, to out's kind; GATE_ONLY: there is nothing else. ROTATION_ONLY, DECLARED_ONLY: a `struct fn_rotation` or
+ * `fn_declared` follows, and there is nothing else; for GPUs, and declared operations for Triton on CPUs too. CENTER:
  * rows are normalised less their means. */
 enum fn_flag {
     FN_ROUND_SUM = 1, FN_ROUND_NORM = 2, FN_SCALE_ONLY = 4, FN_QUANTIZED = 8, FN_QUANTIZE_ONLY = 16,
     FN_GATE_AFTER = 32, FN_GATE_BEFORE = 64, FN_GATE_ONLY = 128, FN_ROTATION_ONLY = 256, FN_CENTER = 512,
-    FN_LOG_PROB_ONLY = 1024
+    FN_DECLARED_ONLY = 1024
 };
 
 /* The kinds of numbers that a quantizer writes, one byte each. */
@@ -51,8 +51,8 @@ enum fn_gate_order {
     FN_ALONE = 0, FN_AND_MUL = 1, FN_NORM_FIRST = 2, FN_GATE_FIRST = 3, FN_FUNCTION = 4
 };
 
-/* The operations with log-probabilities. LOGARITHM: of each number, for tests. SUMS: of a row's segments. */
-enum fn_log_prob_of {
+/* Declared operations with kernels of C. LOGARITHM: of each number, for tests. SUMS: of a row's segments. */
+enum fn_declared_of {
     FN_LOG_SOFTMAX = 0, FN_LOGSUMEXP = 1, FN_SELECTED = 2, FN_SELECTED_AND_ENTROPY = 3, FN_LOGARITHM = 4,
     FN_SUMS = 5
 };

@@ -4,7 +4,7 @@
 
 #include "abi/call.h"
 #include "abi/gate.h"
-#include "abi/log_prob.h"
+#include "abi/declared.h"
 #include "abi/rotation.h"
 
 #if defined(__FAST_MATH__) || defined(__ASSOCIATIVE_MATH__) || defined(__RECIPROCAL_MATH__) || \
@@ -181,7 +181,7 @@ typedef void fn_quantize_row(const struct fn_quantizer *q, int kind, const char 
 #define FN_KERNELS(fn) fn(forward_rows) FN_KERNELS_BESIDE(fn)
 #define FN_KERNELS_BESIDE(fn)                                                                  \
     fn(two_norms_rows) fn(backward_begin) fn(backward_rows) fn(backward_flush) fn(backward_end) \
-    fn(normalise_again) fn(quantize_row) fn(gate_run) fn(rotate_row) fn(log_prob_row)
+    fn(normalise_again) fn(quantize_row) fn(gate_run) fn(rotate_row) fn(declared_row)
 #define FN_MEMBER(name) fn_##name *name;
 struct fn_kernels {
     FN_KERNELS(FN_MEMBER)
@@ -240,8 +240,8 @@ fn_run_fn fn_run;
 /* Normalises and rotates heads, as a `struct fn_rotation` says, under the same conditions; returns as fn_run does. */
 int fn_run_rotation(const void *packed);
 
-/* Computes log-probabilities, or their gradient, as a `struct fn_log_prob` says, under the same conditions; returns as fn_run does. */
-int fn_run_log_prob(const void *packed);
+/* Computes a declared operation, or its gradient, as a `struct fn_declared` says, under the same conditions; returns as fn_run does. */
+int fn_run_declared(const void *packed);
 
 /* Runs a gate, a `struct fn_gate`, under the same conditions. Outputs of a backward pass share no memory with inputs. */
 void fn_run_gate(const void *packed);

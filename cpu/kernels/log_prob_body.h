@@ -1,5 +1,5 @@
 /*
- * Log-probabilities (docs/spec.md, section 11), included by kernel_body.h behind gates, whose exponential and softcap they take.
+ * Log-probabilities (docs/spec.md, section 11), included by declared_body.h behind gates, whose exponential and softcap they take.
  * Rows are read in segments, twice or three times, and nothing of their length is kept but the sums of segments.
  */
 
@@ -169,7 +169,12 @@ static const double logarithm_double[] = {
     0x1.7462b4ab2ef6bp-3, 0x1.39fe606542ddep-3, 0x1.2b584aae78a57p-3};
 #include "kernels/log_prob_rows.h"
 
-void FN_OF(log_prob_row)(const struct fn_log_prob *job, int64_t m, const char *x, char *out, const char *d, void *sums, const char *next) {
-    if (job->wide) log_prob_row_double(job, m, x, out, d, sums, next);
-    else log_prob_row_float(job, m, x, out, d, sums, next);
+static void log_prob_row(const struct fn_declared *job, int64_t m, void *sums, const char *next) {
+    const int whole = job->operation == FN_LOG_SOFTMAX, rows = whole || job->pass == FN_BACKWARD;
+    const struct fn_operand *out = &job->operand[FN_LOG_PROB_OUT], *d = &job->operand[FN_LOG_PROB_D];
+    const char *const x = fn_row_of(job, FN_LOGITS, m);
+    char *const to = rows ? fn_row_of(job, FN_LOG_PROB_OUT, m) : (char *)out->address;
+    const char *const from = whole ? fn_row_of(job, FN_LOG_PROB_D, m) : (const char *)d->address;
+    if (job->wide) log_prob_row_double(job, m, x, to, from, sums, next);
+    else log_prob_row_float(job, m, x, to, from, sums, next);
 }

@@ -105,7 +105,7 @@ static int64_t OF(sums_of_exponentials)(const struct OF(logits) *row, int64_t n,
 }
 
 /* Of a part of a row, whose m is given: the sums of its segments, which other parts take. */
-static void OF(log_prob_sums)(const struct fn_log_prob *job, const struct OF(logits) *row, int64_t at, char *out) {
+static void OF(log_prob_sums)(const struct fn_declared *job, const struct OF(logits) *row, int64_t at, char *out) {
     const struct fn_operand *o = job->operand;
     const int64_t first = at * ((job->hidden + FN_SEGMENT - 1) / FN_SEGMENT);
     REAL *const of_z = o[FN_LOG_PROB_H].kind == NONE ? NULL : (REAL *)o[FN_LOG_PROB_H].address + first;
@@ -113,10 +113,10 @@ static void OF(log_prob_sums)(const struct fn_log_prob *job, const struct OF(log
     OF(sums_of_exponentials)(row, job->hidden, m, (REAL *)out + first, of_z);
 }
 
-static void OF(log_prob_forward)(const struct fn_log_prob *job, const struct OF(logits) *row, int64_t at, char *out, REAL *sums) {
+static void OF(log_prob_forward)(const struct fn_declared *job, const struct OF(logits) *row, int64_t at, char *out, REAL *sums) {
     const struct fn_operand *o = job->operand;
     REAL t[FN_SEGMENT];
-    REAL *const of_z = job->operation == FN_SELECTED_AND_ENTROPY ? sums + fn_log_prob_sums(job->hidden) : NULL;
+    REAL *const of_z = job->operation == FN_SELECTED_AND_ENTROPY ? sums + fn_declared_sums(job->hidden) : NULL;
     REAL m = OF(greatest_of)(row, job->hidden);
     const int64_t segments = OF(sums_of_exponentials)(row, job->hidden, m, sums, of_z);
     const REAL s = OF(sum_of_sums)(sums, segments), log_s = OF(log_of)(s);
@@ -151,13 +151,13 @@ static void OF(log_prob_forward)(const struct fn_log_prob *job, const struct OF(
 }
 
 /* The gradient of the log-probability of id `id`; 0 where it is ignored. */
-static REAL OF(d_of)(const struct fn_log_prob *job, int64_t k, int64_t id) {
+static REAL OF(d_of)(const struct fn_declared *job, int64_t k, int64_t id) {
     if (fn_is_ignored(job, id)) return 0;
     return id >= 0 && id < (job->size ? job->size : job->hidden) ? (REAL)number_at(&job->operand[FN_LOG_PROB_D], k) : (REAL)NAN;
 }
 
 /* a of the element `id`, whose probability is p. */
-static REAL OF(a_of)(const struct fn_log_prob *job, int64_t at, int64_t id, REAL p) {
+static REAL OF(a_of)(const struct fn_declared *job, int64_t at, int64_t id, REAL p) {
     REAL own = 0, others = 0;
     for (int64_t k = at * job->count; k < (at + 1) * job->count; k++) {
         const int64_t other = fn_id_at(job, k);
@@ -168,7 +168,7 @@ static REAL OF(a_of)(const struct fn_log_prob *job, int64_t at, int64_t id, REAL
     return own * (1 - p) + others * (0 - p);
 }
 
-static void OF(log_prob_backward)(const struct fn_log_prob *job, const struct OF(logits) *row, int64_t at, char *dx,
+static void OF(log_prob_backward)(const struct fn_declared *job, const struct OF(logits) *row, int64_t at, char *dx,
                                   const char *d, REAL *sums) {
     const struct fn_operand *o = job->operand;
     _Alignas(64) REAL t[FN_SEGMENT], e[FN_SEGMENT], slope[FN_SEGMENT], dt[FN_SEGMENT];
@@ -242,10 +242,10 @@ static void OF(log_prob_backward)(const struct fn_log_prob *job, const struct OF
     }
 }
 
-static void OF(log_prob_row)(const struct fn_log_prob *job, int64_t at, const char *x, char *out, const char *d, void *sums,
+static void OF(log_prob_row)(const struct fn_declared *job, int64_t at, const char *x, char *out, const char *d, void *sums,
                              const char *next) {
     const struct fn_operand *o = job->operand;
-    struct OF(logits) row = {.x = x, .next = next, .kind = o[FN_LOGITS].kind, .cap = {.limit = job->softcap, .between = NONE}};
+    struct OF(logits) row = {.x = x, .next = next, .kind = o[FN_LOGITS].kind, .cap = {.limit = job->number[FN_LOG_PROB_SOFTCAP], .between = NONE}};
     row.divides = o[FN_LOG_PROB_TEMPERATURE].kind != NONE;
     if (row.divides) row.temperature = (REAL)number_at(&o[FN_LOG_PROB_TEMPERATURE], at);
     if (job->operation == FN_LOGARITHM) {

@@ -86,7 +86,7 @@ held fn_cuda_find(const key *wanted) { return driver.launch && size ? *place_of(
 int fn_cuda_read(const struct fn_call *calls, launch *l) {
     if (calls->flags & FN_GATE_ONLY) return fn_cuda_gate(calls, l);
     if (calls->flags & FN_ROTATION_ONLY) return fn_cuda_rotation(calls, l);
-    if (calls->flags & FN_LOG_PROB_ONLY) return fn_cuda_log_prob(calls, l);
+    if (calls->flags & FN_DECLARED_ONLY) return fn_cuda_log_prob(calls, l);
     return fn_cuda_norm(calls, l);
 }
 

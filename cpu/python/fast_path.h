@@ -183,24 +183,19 @@ int fn_read_gate(PyObject *const *arguments, const tensor *x, struct fn_gated *g
 PyObject *fn_run_gated(PyObject *const *arguments, PyObject *x, const tensor *x_tensor, struct fn_gated *given, int triton);
 
 /*
- * fast_path_rotated.c: heads that are normalised and rotated. The results, or None if Python must make the call. `devices`
- * has a bit for each type of device whose tensors are taken.
- */
-PyObject *fn_rotate(PyObject *const *arguments, long devices);
-
-/* fast_path_log_prob.c: log-probabilities on a CPU, and the gradient of their logits. They return as `run` of a kind of call, below. */
-PyObject *fn_find_log_prob(PyObject *const *arguments, long devices, int may_record);
-PyObject *fn_find_log_prob_gradient(PyObject *const *arguments, long devices);
-
-/*
  * A kind of call: the names of its arguments, with blanks between, and their number; `run` returns the results, or None if
  * Python must make the call, or with `may_record` NotImplemented if that is so because gradients are recorded, and only so.
+ * `devices` has a bit for each type of device whose tensors are taken.
  */
+struct fn_call_kind;
+typedef PyObject *fn_call_run(const struct fn_call_kind *kind, PyObject **arguments, long devices, int may_record);
 struct fn_call_kind {
     const char *name, *arguments;
     int count;
-    PyObject *(*run)(const struct fn_call_kind *kind, PyObject **arguments, long devices, int may_record);
+    fn_call_run *run;
 };
+fn_call_run fn_rotate; /* fast_path_rotated.c: heads that are normalised and rotated */
+fn_call_run fn_find_log_prob, fn_find_log_prob_gradient; /* fast_path_log_prob.c: on a CPU */
 extern const struct fn_call_kind fn_call_kinds[]; /* fast_path_forward.c; the last has no name */
 const struct fn_call_kind *fn_call_kind_named(const char *name); /* NULL if there is none */
 

@@ -14,10 +14,7 @@ enum { FIRST_WEIGHT = ARGUMENTS, FIRST_EPS, BETWEEN, NEXT_NORM };
 #define OPERANDS_OF_NORM "x residual weight out residual_out "
 #define FLAGS_OF_NORM " weight_offset round_sum round_norm rstd ask bias x_scale out_dtype center"
 
-static PyObject *forward(const struct fn_call_kind *kind, PyObject **arguments, long devices, int may_record);
-static PyObject *rotate(const struct fn_call_kind *kind, PyObject **arguments, long devices, int may_record);
-static PyObject *find_log_prob(const struct fn_call_kind *kind, PyObject **arguments, long devices, int may_record);
-static PyObject *find_log_prob_gradient(const struct fn_call_kind *kind, PyObject **arguments, long devices, int may_record);
+static fn_call_run forward;
 
 enum { NORM, TWO_NORMS, QUANTIZER, GATE };
 const struct fn_call_kind fn_call_kinds[] = {
@@ -30,10 +27,10 @@ const struct fn_call_kind fn_call_kinds[] = {
               " limit alpha up_offset clamp interleaved round_steps", ARGUMENTS + 13, forward},
     {"rotation",
      "q k q_weight k_weight cos sin positions q_out k_out eps weight_offset norm interleaved round_products between round_norm",
-     16, rotate},
-    {"log_prob", "logits ids temperature softcap ignore_index operation out out_dtype kept", 9, find_log_prob},
+     16, fn_rotate},
+    {"log_prob", "logits ids temperature softcap ignore_index operation out out_dtype kept", 9, fn_find_log_prob},
     {"log_prob_backward", "logits ids temperature softcap ignore_index operation d d_entropy m s entropy needs", 12,
-     find_log_prob_gradient},
+     fn_find_log_prob_gradient},
     {NULL, NULL, 0, NULL},
 };
 
@@ -41,21 +38,6 @@ const struct fn_call_kind *fn_call_kind_named(const char *name) {
     const struct fn_call_kind *kind = fn_call_kinds;
     while (kind->name && strcmp(kind->name, name)) kind++;
     return kind->name ? kind : NULL;
-}
-
-static PyObject *rotate(const struct fn_call_kind *kind, PyObject **arguments, long devices, int may_record) {
-    (void)kind, (void)may_record;
-    return fn_rotate(arguments, devices);
-}
-
-static PyObject *find_log_prob(const struct fn_call_kind *kind, PyObject **arguments, long devices, int may_record) {
-    (void)kind;
-    return fn_find_log_prob(arguments, devices, may_record);
-}
-
-static PyObject *find_log_prob_gradient(const struct fn_call_kind *kind, PyObject **arguments, long devices, int may_record) {
-    (void)kind, (void)may_record;
-    return fn_find_log_prob_gradient(arguments, devices);
 }
 
 /* Whether autograd would have to know of the call. An output in place was looked at as x or the residual. */

@@ -46,7 +46,7 @@ int fn_unpack(PyObject *bytes, struct fn_call *calls) {
             const size_t more = fn_quantizer_after(last) ? sizeof(struct fn_quantizer)
                                 : fn_gate_after(last)    ? sizeof(struct fn_gate)
                                 : last->flags & FN_ROTATION_ONLY ? sizeof(struct fn_rotation)
-                                : last->flags & FN_LOG_PROB_ONLY ? sizeof(struct fn_log_prob)
+                                : last->flags & FN_DECLARED_ONLY ? sizeof(struct fn_declared)
                                                          : 0;
             if (size == of_calls + more) return 1;
         }

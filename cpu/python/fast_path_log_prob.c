@@ -5,7 +5,7 @@
 #include <string.h>
 
 /*
- * Python's arguments. OPERATION: a number of enum fn_log_prob_of. Then those of a forward pass, where KEPT says whether the results
+ * Python's arguments. OPERATION: a number of enum fn_declared_of. Then those of a forward pass, where KEPT says whether the results
  * that gradients take are returned too, and those of a backward pass.
  */
 enum { LOGITS, IDS, TEMPERATURE, SOFTCAP, IGNORE_INDEX, OPERATION, OF_PASS };
@@ -17,7 +17,7 @@ enum { MOST_RESULTS = 5 };
 
 struct given {
     struct fn_call call;
-    struct fn_log_prob job; /* follows the call in memory, as fn_run expects it */
+    struct fn_declared job; /* follows the call in memory, as fn_run expects it */
     tensor logits, ids;
     double temperature; /* of all rows */
 };
@@ -67,18 +67,18 @@ static int read_temperature(PyObject *object, struct given *g) {
 
 /* Reads Python's arguments. Returns 0 if the fast path does not take them, perhaps with a Python error. */
 static int read_arguments(PyObject *const *arguments, struct given *g) {
-    struct fn_log_prob *job = &g->job;
+    struct fn_declared *job = &g->job;
     memset(&g->call, 0, sizeof g->call);
     memset(job, 0, sizeof *job);
     job->operation = PyLong_AsLongLong(arguments[OPERATION]);
     if (!fn_read(arguments[LOGITS], &g->logits, &job->operand[FN_LOGITS]) || g->logits.ndim == 0) return 0;
     job->wide = job->operand[FN_LOGITS].kind == FN_F64;
     fn_take_rows(&g->call, &g->logits);
-    g->call.flags = FN_LOG_PROB_ONLY;
+    g->call.flags = FN_DECLARED_ONLY;
     job->rows = job->inner = g->call.rows, job->hidden = g->call.hidden;
     if (job->operation < FN_SELECTED) return 1;
     if (!read_ids(arguments[IDS], g) || !read_temperature(arguments[TEMPERATURE], g)) return 0;
-    if (arguments[SOFTCAP] != Py_None && !fn_read_normal(arguments[SOFTCAP], (int)job->wide, &job->softcap)) return 0;
+    if (arguments[SOFTCAP] != Py_None && !fn_read_normal(arguments[SOFTCAP], (int)job->wide, &job->number[FN_LOG_PROB_SOFTCAP])) return 0;
     if (arguments[IGNORE_INDEX] != Py_None) {
         if (Py_TYPE(arguments[IGNORE_INDEX]) != &PyLong_Type) return 0;
         job->ignores = 1;
@@ -92,7 +92,7 @@ static int read_arguments(PyObject *const *arguments, struct given *g) {
 }
 
 /* Python reports an id without an element. */
-static int ids_have_elements(const struct fn_log_prob *job) {
+static int ids_have_elements(const struct fn_declared *job) {
     for (int64_t i = 0; i < job->rows * job->count; i++) {
         const int64_t id = fn_id_at(job, i);
         if ((id < 0 || id >= job->hidden) && !fn_is_ignored(job, id)) return 0;
@@ -125,7 +125,7 @@ static int take_rows(PyObject *const *arguments, struct given *g, output *out) {
 /* Takes or makes all results, whose number is in `count`. Returns as fn_take_output does. */
 static int take_results(PyObject *const *arguments, struct given *g, output *results, int *count) {
     enum { NUMBERS = FN_LOG_PROB_H + 1 };
-    struct fn_log_prob *job = &g->job;
+    struct fn_declared *job = &g->job;
     const int whole = job->operation == FN_LOG_SOFTMAX, entropy = job->operation == FN_SELECTED_AND_ENTROPY;
     const int kept = arguments[KEPT] == Py_True;
     int operand[MOST_RESULTS] = {FN_LOG_PROB_OUT};
@@ -145,7 +145,8 @@ static int take_results(PyObject *const *arguments, struct given *g, output *res
     return 0;
 }
 
-PyObject *fn_find_log_prob(PyObject *const *arguments, long devices, int may_record) {
+PyObject *fn_find_log_prob(const struct fn_call_kind *kind, PyObject **arguments, long devices, int may_record) {
+    (void)kind;
     struct given g;
     if (!read_arguments(arguments, &g) || !is_taken(&g, devices)) return fn_refuse();
     int others = fn_is_heard();
@@ -168,7 +169,7 @@ PyObject *fn_find_log_prob(PyObject *const *arguments, long devices, int may_rec
 
 /* Reads what else a backward pass takes. Returns 0 if the fast path does not take it, perhaps with a Python error. */
 static int read_gradients(PyObject *const *arguments, struct given *g) {
-    struct fn_log_prob *job = &g->job;
+    struct fn_declared *job = &g->job;
     struct fn_operand *o = job->operand;
     const int entropy = job->operation == FN_SELECTED_AND_ENTROPY;
     const int64_t kept_kind = job->wide ? FN_F64 : FN_F32;
@@ -185,7 +186,8 @@ static int read_gradients(PyObject *const *arguments, struct given *g) {
     return fn_same_shape(&t, &g->logits) && (o[FN_LOG_PROB_D].kind != FN_F64 || job->wide);
 }
 
-PyObject *fn_find_log_prob_gradient(PyObject *const *arguments, long devices) {
+PyObject *fn_find_log_prob_gradient(const struct fn_call_kind *kind, PyObject **arguments, long devices, int may_record) {
+    (void)kind, (void)may_record;
     struct given g;
     if (!read_arguments(arguments, &g) || !read_gradients(arguments, &g) || !is_taken(&g, devices)) return fn_refuse();
     PyObject *operands[] = {arguments[LOGITS], arguments[D], arguments[D_ENTROPY], arguments[M],

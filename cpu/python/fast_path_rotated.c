@@ -268,7 +268,8 @@ static void fill_in(const struct given *g, struct fn_rotation *r) {
     }
 }
 
-PyObject *fn_rotate(PyObject *const *arguments, long devices) {
+PyObject *fn_rotate(const struct fn_call_kind *kind, PyObject **arguments, long devices, int may_record) {
+    (void)kind, (void)may_record;
     struct given g;
     struct {
         struct fn_call call;

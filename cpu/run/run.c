@@ -13,10 +13,10 @@ int fn_run(const struct fn_call *call) {
         rotation.threads = call->threads;
         return fn_run_rotation(&rotation);
     }
-    if (call->flags & FN_LOG_PROB_ONLY) {
-        struct fn_log_prob log_prob = *(const struct fn_log_prob *)(call + 1);
-        log_prob.threads = call->threads;
-        return fn_run_log_prob(&log_prob);
+    if (call->flags & FN_DECLARED_ONLY) {
+        struct fn_declared job = *(const struct fn_declared *)(call + 1);
+        job.threads = call->threads;
+        return fn_run_declared(&job);
     }
     return call->pass == FN_BACKWARD ? fn_backward(call) : fn_forward(call, 1 + (int)call->following);
 }

@@ -107,7 +107,7 @@ static void run_backward(const struct grid *g, uint32_t program) {
 
 /* Rows and numbers that have their place have one address: a kernel takes those that it knows. */
 static void run_log_prob(const struct grid *g, uint32_t program) {
-    const struct fn_log_prob *job = (const struct fn_log_prob *)(g->call + 1);
+    const struct fn_declared *job = (const struct fn_declared *)(g->call + 1);
     const struct fn_call *c = g->call;
     const struct fn_operand *x = &job->operand[FN_LOGITS], *out = x + FN_LOG_PROB_OUT, *d = x + FN_LOG_PROB_D;
 #define CALL(REAL) \
@@ -115,7 +115,7 @@ static void run_log_prob(const struct grid *g, uint32_t program) {
         at(x), at(x + FN_LOG_PROB_IDS), at(x + FN_LOG_PROB_TEMPERATURE), at(out), at(out), at(x + FN_LOG_PROB_M), \
         at(x + FN_LOG_PROB_S), at(x + FN_LOG_PROB_H), at(d), at(d), at(x + FN_LOG_PROB_DH), x->stride, out->stride, \
         d->stride, c->inner, fn_jump_of(c, x), fn_jump_of(c, out), fn_jump_of(c, d), c->hidden, job->count, \
-        job->ignore_index, job->ignores, (REAL)job->softcap, program, 0, 0, (uint32_t)g->programs, 1, 1)
+        job->ignore_index, job->ignores, (REAL)job->number[FN_LOG_PROB_SOFTCAP], program, 0, 0, (uint32_t)g->programs, 1, 1)
     if (job->wide) CALL(double);
     else CALL(float);
 #undef CALL
@@ -127,7 +127,7 @@ static void run_share(const void *argument, int64_t begin, int64_t end, char *bu
     void (*run)(const struct grid *, uint32_t) = g->call->pass == FN_FORWARD ? run_forward : run_backward;
     if (g->quantizer) run = run_quantizer;
     if (g->call->flags & FN_GATE_ONLY) run = run_gate;
-    if (g->call->flags & FN_LOG_PROB_ONLY) run = run_log_prob;
+    if (g->call->flags & FN_DECLARED_ONLY) run = run_log_prob;
     for (int64_t program = begin; program < end; program++) run(g, (uint32_t)program);
 }
 

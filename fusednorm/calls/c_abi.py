@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fusednorm.calls.c_enums import Activation, ByteKind, Flag, GateFlag, Kind, LogProbOf, QuantizerFlag, RotationFlag
+from fusednorm.calls.c_enums import Activation, ByteKind, DeclaredOf, Flag, GateFlag, Kind, QuantizerFlag, RotationFlag
 from fusednorm.calls.call import (
     Backward,
+    DeclaredCall,
     Forward,
     Gate,
     GateBackward,
     GateSteps,
     Heads,
-    LogProb,
-    LogProbBackward,
     NormGated,
     NormGatedBackward,
     Quantize,
@@ -42,7 +41,7 @@ KINDS: dict[torch.dtype | None, int] = {
 # Integers of this module: an attribute of an enumeration costs 0.1 us, and packing is a tenth of a short call.
 _flags = tuple(flag.value for flag in Flag)
 ROUND_SUM, ROUND_NORM, SCALE_ONLY, QUANTIZED, QUANTIZE_ONLY = _flags[:5]
-GATE_AFTER, GATE_BEFORE, GATE_ONLY, ROTATION_ONLY, CENTER, LOG_PROB_ONLY = _flags[5:]
+GATE_AFTER, GATE_BEFORE, GATE_ONLY, ROTATION_ONLY, CENTER, DECLARED_ONLY = _flags[5:]
 NORMALISED, INTERLEAVED = (flag.value for flag in RotationFlag)
 CLAMP_AFTER, ROUND_STEPS, IN_TURNS = (flag.value for flag in GateFlag)
 
@@ -295,54 +294,47 @@ def pack_rotation(call: Rotate) -> bytes:
     return _only(ROTATION_ONLY, call.heads[0].x, 1, call.rows, call.inner, call.size) + pack_rotate(call)
 
 
-_LOG_PROB, _NUMBERS = struct.Struct("=13qd36q"), (0, 1)
-_OF_LOG_PROB = {
-    "log_softmax": LogProbOf.LOG_SOFTMAX.value,
-    "logsumexp": LogProbOf.LOGSUMEXP.value,
-    "selected": LogProbOf.SELECTED.value,
-    "selected_and_entropy": LogProbOf.SELECTED_AND_ENTROPY.value,
-    "sums": LogProbOf.SUMS.value,
-}
+_DECLARED, _NUMBERS = struct.Struct("=13q2d36q"), (0, 1)
+_OPERANDS_OF_DECLARED, _FLAGS_OF_DECLARED = 9, 2
+_DECLARED_OF = {of.name.lower(): of.value for of in DeclaredOf}
+#: The places of operands in C, where they are not those of ``tensors``.
+_PLACES = dict.fromkeys(
+    ("log_softmax", "logsumexp", "selected", "selected_and_entropy", "sums"),
+    ("logits", "out", "ids", "temperature", "m", "s", "entropy", "d", "d_entropy"),
+)
 
 
-def pack_log_prob(call: LogProb | LogProbBackward, threads: int = 1) -> bytes:
-    """Log-probabilities, or their gradient, as ``struct fn_log_prob`` of ``cpu/abi/log_prob.h``."""
-    ids, backward = call.ids, isinstance(call, LogProbBackward)
-    of_id = 0 if ids is None else ids.element_size()
-    count = 0 if ids is None else ids.numel() // call.rows
-    if isinstance(call, LogProbBackward):
-        of_logits, of_out, of_d = call.strides
-        first, size = call.part
-        out, d_entropy = _operand(call.dx, of_out), _operand(call.d_entropy, _NUMBERS)
-        d = _operand(call.d, of_d if call.name == "log_softmax" else _NUMBERS)
-    else:
-        of_logits, of_out = call.strides
-        first, size = 0, 0
-        out, d, d_entropy = _operand(call.out, of_out), _ABSENT, _ABSENT
-    ignored = call.ignore_index
-    return _LOG_PROB.pack(
-        *(backward, _OF_LOG_PROB[call.name], call.logits.dtype == torch.float64),
-        *(threads, call.rows, call.inner, call.hidden_size),
-        *(of_id, count, first, size, ignored is not None, ignored or 0, call.softcap),
-        *_operand(call.logits, of_logits),
-        *out,
-        *(0, 0 if ids is None else ids.data_ptr(), 0, 0),
-        *_operand(call.temperature, _NUMBERS),
-        *itertools.chain(*map(_operand, (call.m, call.s, call.entropy))),
-        *d,
-        *d_entropy,
+def pack_declared(call: DeclaredCall, threads: int = 1) -> bytes:
+    """A declared operation, or its gradient, as ``struct fn_declared`` of ``cpu/abi/declared.h``."""
+    name, backward, tensors, strides, flags, hidden_size, rows, inner, part = call
+    number = _DECLARED_OF[name]
+    if backward:
+        number = _DECLARED_OF.get(f"{name}_backward", number)
+    ids, ignored = tensors.get("ids"), flags.get("ignore_index")
+    id_size, count = (0, 0) if ids is None else (ids.element_size(), ids.numel() // rows)
+    numbers = [flag or 0.0 for of, flag in flags.items() if of != "ignore_index"]
+    operands: list[int] = []
+    for place in _PLACES.get(name, tensors):
+        tensor = tensors.get(place)
+        kind, address = (0, 0) if tensor is None else (KINDS.get(tensor.dtype, 0), tensor.data_ptr())
+        operands += (kind, address, *(_ABSENT[2:] if tensor is None else strides.get(place, _NUMBERS)))
+    return _DECLARED.pack(
+        *(backward, number, call.x.dtype == torch.float64, threads, rows, inner, hidden_size),
+        *(id_size, count, *part, ignored is not None, ignored or 0),
+        *(numbers + [0.0] * (_FLAGS_OF_DECLARED - len(numbers))),
+        *(operands + [0] * (4 * _OPERANDS_OF_DECLARED - len(operands))),
     )
 
 
-def pack_log_prob_alone(call: LogProb | LogProbBackward, threads: int = 1) -> bytes:
+def pack_declared_alone(call: DeclaredCall, threads: int = 1) -> bytes:
     """The same after a call that says where the rows are."""
-    return _only(LOG_PROB_ONLY, call.logits, threads, call.rows, call.inner, call.hidden_size) + pack_log_prob(call)
+    return _only(DECLARED_ONLY, call.x, threads, call.rows, call.inner, call.hidden_size) + pack_declared(call)
 
 
 def pack_logarithm(x: Tensor, out: Tensor) -> bytes:
     """The logarithm of each number, of contiguous float32 or float64; for tests, because no operation is it alone."""
-    numbers = LogProbOf.LOGARITHM.value, x.dtype == torch.float64, 1, 1, 1, x.numel()
-    return _LOG_PROB.pack(0, *numbers, *[0] * 6, 0.0, *_operand(x), *_operand(out), *[0] * 28)
+    numbers = DeclaredOf.LOGARITHM.value, x.dtype == torch.float64, 1, 1, 1, x.numel()
+    return _DECLARED.pack(0, *numbers, *[0] * 6, 0.0, 0.0, *_operand(x), *_operand(out), *[0] * 28)
 
 
 #: How C takes each call; a GPU's launcher takes some with a call before that says on which GPU.
@@ -354,7 +346,6 @@ PACKED: dict[type, Callable[..., bytes]] = {
     NormGated: pack_norm_gated,
     NormGatedBackward: pack_norm_gated_backward,
     Rotate: pack_rotate,
-    LogProb: pack_log_prob,
-    LogProbBackward: pack_log_prob,
+    DeclaredCall: pack_declared,
     Backward: pack_backward,
 }

@@ -28,8 +28,8 @@ class Flag(IntEnum):
     QUANTIZED: a `struct fn_quantizer` follows in memory, which takes the rows of out; QUANTIZE_ONLY: it takes
     the rows of x, and there is nothing else. GATE_AFTER, GATE_BEFORE: a `struct fn_gate` follows, which takes
     the rows of out, or whose rows are taken as x, and rounded, with ROUND_NORM, to out's kind; GATE_ONLY: there
-    is nothing else. ROTATION_ONLY, LOG_PROB_ONLY: a `struct fn_rotation` or `fn_log_prob` follows, and there is
-    nothing else; for GPUs, and log-probabilities for Triton on CPUs too. CENTER: rows are normalised less their
+    is nothing else. ROTATION_ONLY, DECLARED_ONLY: a `struct fn_rotation` or `fn_declared` follows, and there is
+    nothing else; for GPUs, and declared operations for Triton on CPUs too. CENTER: rows are normalised less their
     means.
     """
 
@@ -43,7 +43,7 @@ class Flag(IntEnum):
     GATE_ONLY = 128
     ROTATION_ONLY = 256
     CENTER = 512
-    LOG_PROB_ONLY = 1024
+    DECLARED_ONLY = 1024
 
 
 class ByteKind(IntEnum):
@@ -98,8 +98,8 @@ class GateOrder(IntEnum):
     FUNCTION = 4
 
 
-class LogProbOf(IntEnum):
-    """The operations with log-probabilities. LOGARITHM: of each number, for tests. SUMS: of a row's segments."""
+class DeclaredOf(IntEnum):
+    """Declared operations with kernels of C. LOGARITHM: of each number, for tests. SUMS: of a row's segments."""
 
     LOG_SOFTMAX = 0
     LOGSUMEXP = 1
@@ -149,7 +149,7 @@ def header() -> str:
     """``cpu/abi/enums.h``."""
     lines = ["/* Printed by fusednorm/calls/c_enums.py, which has the same numbers for Python. */"]
     lines += ["#ifndef FUSEDNORM_ENUMS_H", "#define FUSEDNORM_ENUMS_H", ""]
-    of_calls = (Kind, Pass, Flag, ByteKind, QuantizerFlag, Activation, GateFlag, GateOrder, LogProbOf, RotationFlag)
+    of_calls = (Kind, Pass, Flag, ByteKind, QuantizerFlag, Activation, GateFlag, GateOrder, DeclaredOf, RotationFlag)
     for enum in (*of_calls, Share, Limit):
         about = " ".join((enum.__doc__ or "").split())
         name = re.sub("(?<=.)([A-Z])", r"_\1", enum.__name__).lower()

@@ -5,7 +5,8 @@ The front end makes a :class:`Forward` or a :class:`Backward`, and passes it who
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -67,9 +68,9 @@ class AroundNorm(NamedTuple):
 class Step(NamedTuple):
     """A step beside the norm, in the same call of a backend, or in its place."""
 
-    #: "quantize", "gate", "norm_gated", "rotate" or "log_prob"; of gradients "affine_backward", "gate_backward",
-    #: "norm_gated_backward" or "log_prob_backward"; and "log_prob_parts", both of parts of rows. A norm of rows is then
-    #: the operation that decides the backend of those rows.
+    #: "quantize", "gate", "norm_gated", "rotate", "log_prob" or a declared operation; of gradients "affine_backward",
+    #: "gate_backward", "norm_gated_backward", "log_prob_backward", and so on; and "log_prob_parts", both of parts of
+    #: rows. A norm of rows is then the operation that decides the backend of those rows.
     name: str
     #: Of "quantize".
     quantization: Quantization | None = None
@@ -513,66 +514,43 @@ class NormGatedBackward(NamedTuple):
         return self.operation.hidden_size
 
 
-class LogProb(NamedTuple):
-    """Log-probabilities: docs/spec.md, section 11. ``inner`` and ``strides`` are as in :class:`Forward`."""
+class DeclaredCall(NamedTuple):
+    """An operation of rows that is declared, or its gradient. ``inner`` is as in :class:`Forward`.
 
-    #: "log_softmax", "logsumexp", "selected", or "selected_and_entropy"; or "sums", of a part of a row: ``m`` is given,
-    #: ``out`` receives the sums of exponentials of each segment, and ``entropy`` those that the entropy takes.
+    Log-probabilities are such operations: docs/spec.md, section 11. Their operands and results are ``logits``, ``ids``,
+    ``temperature``, ``out``, ``m``, ``s`` (the greatest number and the sum of exponentials of each row) and
+    ``entropy``. Of a part of a row, "sums" is given ``m``, and writes the sums of exponentials of each segment, and as
+    ``entropy`` those that the entropy takes.
+    """
+
+    #: The operation's; of log-probabilities "log_softmax", "logsumexp", "selected", "selected_and_entropy" or "sums".
     name: str
-    #: [..., N].
-    logits: Tensor
-    #: [...] or [..., K], int32 or int64, contiguous; None for the first two operations.
-    ids: Tensor | None
-    #: [...], contiguous, or None.
-    temperature: Tensor | None
-    #: 0: there is none.
-    softcap: float
-    ignore_index: int | None
-    #: Receives the result, [..., N] of any dtype; or [...] or the shape of ids, of the accumulator type and contiguous.
-    out: Tensor
-    #: [...], of the accumulator type and contiguous, receive the greatest number and the sum of each row.
-    m: Tensor
-    #: None for "sums".
-    s: Tensor | None
-    #: The same for the entropy, or None.
-    entropy: Tensor | None
+    #: Whether ``out`` receives the gradient of the first operand, of its dtype. What the forward pass wrote is then
+    #: read, and incoming gradients are ``d`` and ``d_entropy``: that of the entropy, or None; of "log_softmax" of parts
+    #: of rows, the sums of whole rows of ``d``.
+    backward: bool
+    #: By the names of the declaration: operands, the rows first, and results. What is optional may be None or absent.
+    #: What has no rows is contiguous.
+    tensors: Mapping[str, Tensor | None]
+    #: Of the tensors that have rows: [..., N].
+    strides: Mapping[str, Strides]
+    #: But for the dtypes of results.
+    flags: Mapping[str, Any]
     hidden_size: int
     rows: int
     inner: int
-    #: Of logits and, where it has rows, out.
-    strides: tuple[Strides, Strides]
+    #: Where the rows begin in rows of which they may be a part, and the length of those, to which ids belong; or zeros.
+    part: tuple[int, int] = (0, 0)
 
-
-class LogProbBackward(NamedTuple):
-    """The gradient of log-probabilities; the operands are those of :class:`LogProb` and what it wrote."""
-
-    name: str
-    logits: Tensor
-    ids: Tensor | None
-    temperature: Tensor | None
-    softcap: float
-    ignore_index: int | None
-    #: The incoming gradient, of the result's shape; contiguous unless it has rows.
-    d: Tensor
-    #: That of the entropy, or None; of log_softmax, the sums of whole rows of d, if these are parts of rows.
-    d_entropy: Tensor | None
-    m: Tensor
-    s: Tensor
-    entropy: Tensor | None
-    #: [..., N] of the dtype of logits, contiguous, receives the gradient.
-    dx: Tensor
-    #: Where the logits begin in a row of which they may be a part, and the length of that row, to which ids belong.
-    part: tuple[int, int]
-    hidden_size: int
-    rows: int
-    inner: int
-    #: Of logits, dx and, where it has rows, d.
-    strides: tuple[Strides, Strides, Strides]
+    @property
+    def x(self) -> Tensor:
+        """The rows, [..., N]."""
+        return cast(Tensor, next(iter(self.tensors.values())))
 
 
 #: A backend's ``forward`` takes those of them that it knows, and its ``backward``.
-ForwardCall: TypeAlias = Forward | Quantize | Gate | NormGated | Rotate | LogProb
-BackwardCall: TypeAlias = Backward | GateBackward | NormGatedBackward | LogProbBackward
+ForwardCall: TypeAlias = Forward | Quantize | Gate | NormGated | Rotate | DeclaredCall
+BackwardCall: TypeAlias = Backward | GateBackward | NormGatedBackward | DeclaredCall
 Call: TypeAlias = ForwardCall | BackwardCall
 
 
@@ -582,8 +560,8 @@ def device_of(call: Call) -> torch.device:
         return call.norm.operation.device
     if isinstance(call, (Gate, GateBackward)):
         return call.z.device
-    if isinstance(call, (LogProb, LogProbBackward)):
-        return call.logits.device
+    if isinstance(call, DeclaredCall):
+        return call.x.device
     if isinstance(call, Rotate):
         return call.heads[0].x.device
     return call.out.device if isinstance(call, Quantize) else call.operation.device

@@ -1,4 +1,4 @@
-"""Log-probabilities by a backend that has them in one call, else by the formula."""
+"""Log-probabilities of parts of rows, by a backend that has them in one call."""
 
 from __future__ import annotations
 
@@ -7,22 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusednorm.calls.call import Flags, LogProb, LogProbBackward, Step, accumulator, operation_of
-from fusednorm.calls.checks import check_kept
-from fusednorm.calls.memory import in_levels, packed
-from fusednorm.engine.choose import Chosen
-from fusednorm.engine.execute import whole_of
+from fusednorm.engine.declared import backend_of, gradient, make
 from fusednorm.reference.norm import SEGMENT
-
-
-class Found(NamedTuple):
-    """The results of a backend."""
-
-    out: Tensor
-    #: Where the operation has it.
-    entropy: Tensor | None
-    m: Tensor
-    s: Tensor
 
 
 class Selecting(NamedTuple):
@@ -33,80 +19,16 @@ class Selecting(NamedTuple):
     softcap: float | None = None
     ignore_index: int | None = None
 
+    def operands(self, logits: Tensor) -> dict[str, Tensor | None]:
+        """All operands by name."""
+        return {"logits": logits, "ids": self.ids, "temperature": self.temperature}
 
-NOTHING = Selecting()
-
-
-def _packed(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else packed(tensor)
-
-
-def _of_call(selecting: Selecting) -> dict[str, Any]:
-    """The same as calls have them."""
-    ids, temperature, softcap, ignore_index = selecting
-    given = {"ids": _packed(ids), "temperature": _packed(temperature)}
-    return {**given, "softcap": softcap or 0.0, "ignore_index": ignore_index}
+    def flags(self) -> dict[str, Any]:
+        """The flags by name."""
+        return {"softcap": self.softcap, "ignore_index": self.ignore_index}
 
 
-def backend_of(logits: Tensor, step: str) -> Chosen | None:
-    """The backend for such rows, if it has such a call."""
-    return whole_of(operation_of(logits, None, None, Flags()), Step(step))
-
-
-def forward(
-    name: str, logits: Tensor, selecting: Selecting = NOTHING, out_dtype: torch.dtype | None = None
-) -> Found | None:
-    """The results and what gradients take; None: the formula computes them.
-
-    ``name``: see :class:`fusednorm.calls.call.LogProb`. ``out_dtype``: of log_softmax.
-    """
-    backend = backend_of(logits, "log_prob")
-    if backend is None:
-        return None
-    rows, wide = logits.shape[:-1], accumulator(logits.dtype)
-
-    def numbers(shape: torch.Size = rows) -> Tensor:
-        return torch.empty(shape, dtype=wide, device=logits.device)
-
-    if name == "log_softmax":
-        out = torch.empty(logits.shape, dtype=out_dtype or logits.dtype, device=logits.device)
-    else:
-        out = numbers(rows if selecting.ids is None else selecting.ids.shape)
-    entropy, m, s = numbers() if name == "selected_and_entropy" else None, numbers(), numbers()
-    _run(backend, name, logits, selecting, out, m, s, entropy)
-    return Found(out, entropy, m, s)
-
-
-def _run(
-    backend: Chosen,
-    name: str,
-    logits: Tensor,
-    selecting: Selecting,
-    out: Tensor,
-    m: Tensor,
-    s: Tensor | None,
-    entropy: Tensor | None,
-) -> None:
-    size, rows = logits.shape[-1], logits.shape[:-1].numel()
-    if not rows:
-        return
-    layout: Any = in_levels((), (logits,))
-    inner, (of_logits,), (given,) = layout
-    backend.forward(
-        LogProb(
-            name=name,
-            logits=given,
-            **_of_call(selecting),
-            out=out,
-            m=m,
-            s=s,
-            entropy=entropy,
-            hidden_size=size,
-            rows=rows,
-            inner=inner,
-            strides=(of_logits, (inner * size, size)),
-        )
-    )
+_NOTHING = Selecting()
 
 
 def sums_of_segments(logits: Tensor, selecting: Selecting, m: Tensor, entropy: bool) -> tuple[Tensor, ...] | None:
@@ -118,9 +40,10 @@ def sums_of_segments(logits: Tensor, selecting: Selecting, m: Tensor, entropy: b
     if backend is None:
         return None
     shape = (*logits.shape[:-1], -(-logits.shape[-1] // SEGMENT))
-    found = tuple(torch.empty(shape, dtype=m.dtype, device=m.device) for _ in range(1 + entropy))
-    _run(backend, "sums", logits, selecting, found[0], packed(m), None, found[1] if entropy else None)
-    return found
+    names = ("out", "entropy") if entropy else ("out",)
+    found = {name: torch.empty(shape, dtype=m.dtype, device=m.device) for name in names}
+    make(backend, "sums", {**selecting.operands(logits), "m": m}, found, ("logits",), selecting.flags())
+    return tuple(found.values())
 
 
 def backward(
@@ -131,42 +54,17 @@ def backward(
     m: Tensor,
     s: Tensor,
     entropy: Tensor | None = None,
-    selecting: Selecting = NOTHING,
+    selecting: Selecting = _NOTHING,
     part: tuple[int, int] | None = None,
 ) -> Tensor | None:
     """The gradient of logits; None: the formula computes it.
 
-    ``d_entropy``: see :class:`fusednorm.calls.call.LogProbBackward`. ``part``: of logits that are a part of rows, where
-    they begin there, and the length of whole rows.
+    ``name``, ``d_entropy``: see :class:`fusednorm.calls.call.DeclaredCall`. ``part``: of logits that are a part of
+    rows, where they begin there, and the length of whole rows.
     """
-    backend = backend_of(logits, "log_prob_backward" if part is None else "log_prob_parts")
-    if backend is None:
-        return None
-    check_kept((d, d_entropy), (logits, m, s, entropy, *selecting[:2]))
-    dx = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    size, rows = logits.shape[-1], logits.shape[:-1].numel()
-    if rows and selecting.ids is not None and not selecting.ids.numel():
-        return dx.zero_()
-    if rows:
-        whole = name == "log_softmax"
-        layout: Any = in_levels((), (logits, d if whole else None))
-        inner, (of_logits, of_d), (given, of_rows) = layout
-        backend.backward(
-            LogProbBackward(
-                name=name,
-                logits=given,
-                **_of_call(selecting),
-                d=of_rows if whole else packed(d),
-                d_entropy=_packed(d_entropy),
-                m=packed(m),
-                s=packed(s),
-                entropy=_packed(entropy),
-                dx=dx,
-                part=part or (0, size),
-                hidden_size=size,
-                rows=rows,
-                inner=inner,
-                strides=(of_logits, (inner * size, size), of_d),
-            )
-        )
-    return dx
+    step, of_rows = "log_prob_backward" if part is None else "log_prob_parts", ["logits"]
+    if name == "log_softmax":
+        of_rows.append("d")
+    others = {**selecting.operands(logits), "m": m, "s": s, "entropy": entropy}
+    incoming = {"d": d, "d_entropy": d_entropy}
+    return gradient(step, name, incoming, others, of_rows, selecting.flags(), part or (0, 0))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable
 from numbers import Real
 from typing import Any, cast
 
@@ -13,13 +11,12 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from fusednorm.calls import must_be_seen
-from fusednorm.calls.c_enums import LogProbOf
+from fusednorm.calls.c_enums import DeclaredOf
 from fusednorm.calls.call import accumulator
 from fusednorm.calls.checks import check_cap, check_ids, number, refuse_type
 from fusednorm.calls.declared import Declaration, Operand, Result, Role
 from fusednorm.calls.fast_path import Entry
-from fusednorm.engine import log_prob
-from fusednorm.engine.log_prob import Selecting
+from fusednorm.engine.declared import Kernel
 from fusednorm.operations.declared import Operation, dtype_of
 from fusednorm.reference import log_prob as reference
 from fusednorm.torch_ops import dtensor_bridge
@@ -46,16 +43,6 @@ _SELECTING: dict[str, Any] = {
 def _check_softcap(logits: Tensor, *_: Any, softcap: float | None, **__: Any) -> None:
     if softcap is not None:
         check_cap(softcap, logits, "softcap", "leave it out for none")
-
-
-def _run_log_softmax(logits: Tensor, out_dtype: torch.dtype | None) -> tuple[Tensor, ...]:
-    found = log_prob.forward("log_softmax", logits, out_dtype=out_dtype)
-    return reference.log_softmax(logits, out_dtype) if found is None else (found.out, found.m, found.s)
-
-
-def _run_logsumexp(logits: Tensor) -> tuple[Tensor, ...]:
-    found = log_prob.forward("logsumexp", logits)
-    return reference.logsumexp(logits) if found is None else (found.out, found.m, found.s)
 
 
 def _selected(logits: Tensor, *others: Any) -> tuple[Tensor, ...]:
@@ -102,49 +89,29 @@ def _with_entropy_gradient(
     return (reference.selected_gradient(d, d_entropy, logits, ids, temperature, m, s, entropy, *how),)
 
 
-def _run_selecting(name: str, formula: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-    """Log-probabilities of ids, with the entropy or without, in one call of a backend; else by the formula."""
-
-    def run(logits: Tensor, *others: Any) -> tuple[Tensor, ...]:
-        selecting = Selecting(*others)
-        check_ids(logits.shape[-1], cast(Tensor, selecting.ids), selecting.ignore_index)
-        found = log_prob.forward(name, logits, selecting)
-        if found is None:
-            return formula(logits, *others)
-        entropy = () if found.entropy is None else (found.entropy,)
-        return (found.out, *entropy, found.m, found.s, *entropy)
-
-    return run
-
-
-def _run_gradient(name: str, formula: Callable[..., tuple[Tensor | None]]) -> Callable[..., tuple[Tensor | None]]:
-    """The gradient in one call of a backend; else by the formula, whose arguments it takes."""
-    names = list(inspect.signature(formula).parameters)
-
-    def run(*arguments: Any) -> tuple[Tensor | None]:
-        given = dict(zip(names, arguments, strict=True))
-        selecting = Selecting(**{field: given.get(field) for field in Selecting._fields})
-        kept = (given["m"], given["s"], given.get("entropy"))
-        rows = (given["d"], given.get("d_entropy"), given["logits"])
-        found = log_prob.backward(name, *rows, *kept, selecting) if given["needs"][0] else None
-        return formula(*arguments) if found is None else (found,)
-
-    return run
-
-
 class _Operation(Operation):
     """An operation with log-probabilities, which a backend may have in one call, and its calls on the fast path."""
 
     steps = "log_prob"
 
-    def __init__(self, of: LogProbOf, declaration: Declaration, *functions: Callable[..., Any]) -> None:
+    def __init__(self, of: DeclaredOf, declaration: Declaration) -> None:
         self._names = [operand.name for operand in declaration.operands] + [*declaration.flags]
         entry = Entry("log_prob", " ".join(self._names), constants={"operation": of.value, "kept": True})
         taken = " ".join((*declaration.backward_tensors, *declaration.gradient_flags, "needs"))
         gradient = Entry("log_prob_backward", taken, constants={"operation": of.value})
-        super().__init__(declaration, *functions, fast=entry.open(), fast_gradient=gradient.open())
+        self._kernel = kernel = Kernel(declaration, of.name.lower(), "log_prob")
+        super().__init__(declaration, self._run, kernel.run_gradient, entry.open(), gradient.open())
         public = Entry("log_prob", f"{entry.names} out", constants={"operation": of.value, "kept": False})
         self._on_fast_path = public.open(recorded=self._record)
+
+    def _run(self, logits: Tensor, *others: Any) -> tuple[Tensor, ...]:
+        if "ids" in self._names:
+            ids, *_, ignore_index = others
+            check_ids(logits.shape[-1], ids, ignore_index)
+        found = self._kernel.run(logits, *others)
+        if self.declaration is _WITH_ENTROPY.declaration:  # a kernel writes the entropy that is kept
+            found[1].copy_(found[-1])
+        return found
 
     def __call__(self, name: str, **arguments: Any) -> Any:
         """See :class:`Operation`; also for a temperature that is a number, and for ``out`` without its dtype."""
@@ -175,7 +142,7 @@ class _Operation(Operation):
 
 
 _LOG_SOFTMAX = _Operation(
-    LogProbOf.LOG_SOFTMAX,
+    DeclaredOf.LOG_SOFTMAX,
     Declaration(
         "log_softmax",
         operands=(Operand("logits"),),
@@ -184,11 +151,9 @@ _LOG_SOFTMAX = _Operation(
         formula=reference.log_softmax,
         gradient=reference.log_softmax_gradient,
     ),
-    _run_log_softmax,
-    _run_gradient("log_softmax", reference.log_softmax_gradient),
 )
 _LOGSUMEXP = _Operation(
-    LogProbOf.LOGSUMEXP,
+    DeclaredOf.LOGSUMEXP,
     Declaration(
         "logsumexp",
         operands=(Operand("logits"),),
@@ -196,11 +161,9 @@ _LOGSUMEXP = _Operation(
         formula=reference.logsumexp,
         gradient=reference.logsumexp_gradient,
     ),
-    _run_logsumexp,
-    _run_gradient("logsumexp", reference.logsumexp_gradient),
 )
 _SELECTED = _Operation(
-    LogProbOf.SELECTED,
+    DeclaredOf.SELECTED,
     Declaration(
         "selected_log_prob",
         results=(_LOG_PROB, *_SUMS),
@@ -209,11 +172,9 @@ _SELECTED = _Operation(
         check=_check_softcap,
         **_SELECTING,
     ),
-    _run_selecting("selected", _selected),
-    _run_gradient("selected", _selected_gradient),
 )
 _WITH_ENTROPY = _Operation(
-    LogProbOf.SELECTED_AND_ENTROPY,
+    DeclaredOf.SELECTED_AND_ENTROPY,
     Declaration(
         "selected_log_prob_and_entropy",
         results=(
@@ -227,8 +188,6 @@ _WITH_ENTROPY = _Operation(
         check=_check_softcap,
         **_SELECTING,
     ),
-    _run_selecting("selected_and_entropy", _with_entropy),
-    _run_gradient("selected_and_entropy", _with_entropy_gradient),
 )
 
 

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from fusednorm.calls import must_be_seen
+from fusednorm.calls.c_enums import DeclaredOf
 from fusednorm.calls.checks import check_needs
 from fusednorm.calls.declared import Declaration, Result, Role
 from fusednorm.calls.fast_path import nothing
 from fusednorm.calls.forward_mode import outer_levels, primals
+from fusednorm.engine.declared import Kernel
 from fusednorm.torch_ops import dtensor_bridge
 from fusednorm.torch_ops.registered import register
 
@@ -26,7 +28,8 @@ class Operator:
 
     Args:
         declaration: the operation.
-        run: computes the results for checked operands in memory, as the formula does; by default the formula.
+        run: computes the results for checked operands in memory, as the formula does; by default a backend that has the
+            operation in one call, or the formula.
         run_gradient: the same for its gradient.
         fast: the results of a call that the fast path takes, else None; without checks.
         fast_gradient: the same for its gradient.
@@ -40,8 +43,12 @@ class Operator:
         fast: Callable[..., Any] | None = None,
         fast_gradient: Callable[..., Any] | None = None,
     ) -> None:
-        self.declaration, self.run = declaration, run or declaration.formula
-        self.run_gradient = run_gradient or declaration.gradient
+        self.declaration, kernel, name = declaration, Kernel(declaration), declaration.name
+        kernels = [of.name.lower() for of in DeclaredOf]
+        self.run = run or (kernel.run if name in kernels else declaration.formula)
+        self.run_gradient = run_gradient or (
+            kernel.run_gradient if f"{name}_backward" in kernels else declaration.gradient
+        )
         self.gradient_flags = [] if declaration.gradient is None else declaration.gradient_flags
         #: The number of operands; the arguments after them are flags.
         self.count = len(declaration.operands)
@@ -49,7 +56,7 @@ class Operator:
         self.taken = slice(0 if declaration.transposed is None else 1, self.count)
         self.fast, self.fast_gradient = fast or nothing, fast_gradient or nothing
         self.recorded = _recorded(self)
-        name, gradients = declaration.name, None
+        gradients = None
         if self.differentiable:
             gradients = (lambda ctx, *incoming: self.gradients(ctx, incoming, through_dispatcher=True), self.keep)
         if declaration.gradient is not None:

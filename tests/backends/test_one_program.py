@@ -24,7 +24,7 @@ from fusednorm.backends.triton import cpu as triton_cpu
 from fusednorm.backends.triton import gpu as triton_gpu
 from fusednorm.backends.triton import host as triton_host
 from fusednorm.backends.triton.host import INTERPRETED
-from fusednorm.calls.call import Backward, GateBackward, LogProb, LogProbBackward, RMSNorm
+from fusednorm.calls.call import Backward, DeclaredCall, GateBackward, RMSNorm
 from fusednorm.conformance.cases import BF16, F32
 from fusednorm.operations import gate as gates
 from fusednorm.operations import norm_gated
@@ -174,8 +174,9 @@ def log_prob(far, rows, size, name="log_softmax"):
     logits, m, s = far(BF16, shape), far.side_by_side(F32, rows), far.side_by_side(F32, rows)
     ids, entropy = (None, None) if whole else (far.side_by_side(torch.int64, rows, 2), far.side_by_side(F32, rows))
     out = far(BF16, shape) if whole else far.side_by_side(F32, rows, 2)
-    strides = logits.stride()[:2], out.stride()[:2] if whole else (0, 0)
-    call = LogProb(name, logits, ids, None, 0.0, None, out, m, s, entropy, size, rows, 3, strides)
+    tensors = {"logits": logits, "ids": ids, "out": out, "m": m, "s": s, "entropy": entropy}
+    strides = {"logits": logits.stride()[:2]} | ({"out": out.stride()[:2]} if whole else {})
+    call = DeclaredCall(name, False, tensors, strides, {}, size, rows, 3)
     return lambda backend: MODULES[backend].forward(call)
 
 
@@ -186,9 +187,9 @@ def log_prob_backward(far, rows, size, name="log_softmax"):
     m, s, entropy, d_entropy = (None if whole and i > 1 else far.side_by_side(F32, rows) for i in range(4))
     ids = None if whole else far.side_by_side(torch.int64, rows, 2)
     d = far(BF16, (rows // 3, 3, size)) if whole else far.side_by_side(F32, rows, 2)
-    strides = logits.stride()[:2], (3 * size, size), d.stride()[:2] if whole else (0, 0)
-    given = logits, ids, None, 0.0, None, d, d_entropy, m, s, entropy
-    call = LogProbBackward(name, *given, dx, (0, size), size, rows, 3, strides)
+    tensors = {"logits": logits, "ids": ids, "m": m, "s": s, "entropy": entropy, "d": d, "d_entropy": d_entropy}
+    strides = {"logits": logits.stride()[:2], "out": (3 * size, size)} | ({"d": d.stride()[:2]} if whole else {})
+    call = DeclaredCall(name, True, {**tensors, "out": dx}, strides, {}, size, rows, 3)
     return lambda backend: MODULES[backend].backward(call)
 
 

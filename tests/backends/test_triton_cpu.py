@@ -35,13 +35,12 @@ from fusednorm.backends.triton import host as triton_host
 from fusednorm.calls import c_abi, fast_path, process
 from fusednorm.calls.call import (
     AroundNorm,
+    DeclaredCall,
     Flags,
     Forward,
     Gate,
     GateBackward,
     GateSteps,
-    LogProb,
-    LogProbBackward,
     NormGated,
     Quantize,
     operation_of,
@@ -216,22 +215,23 @@ def test_c_gives_a_kernel_log_probabilities(dtype, number):
     calls = []
     logits, out, d, dx = (torch.zeros(6, 8, dtype=dtype) for _ in range(4))
     ids, (temperature, m, s, entropy, dh) = torch.zeros(6, 2).int(), torch.zeros(5, 6, dtype=dtype)
-    given = {"name": "selected", "logits": logits, "ids": ids, "temperature": temperature, "softcap": 0.5}
-    given |= {"m": m, "s": s, "entropy": entropy, "ignore_index": -100, "hidden_size": 8, "rows": 6, "inner": 3}
-    forward = LogProb(**given, out=out, strides=((500, 8), (501, 9)))
-    backward = LogProbBackward(**given, d=d, d_entropy=dh, dx=dx, part=(0, 8), strides=((500, 8), (501, 9), (502, 10)))
+    given = {"logits": logits, "ids": ids, "temperature": temperature, "m": m, "s": s, "entropy": entropy}
+    strides, flags = {"logits": (500, 8), "out": (501, 9)}, {"softcap": 0.5, "ignore_index": -100}
+    forward = DeclaredCall("selected", False, {**given, "out": out}, strides, flags, 8, 6, 3)
+    gradients = {**given, "d": d, "d_entropy": dh, "out": dx}
+    backward = forward._replace(backward=True, tensors=gradients)
     for name, call in (("log_prob", forward), ("log_prob_backward", backward)):
         function = kernel(name, number, calls)
         address = ctypes.cast(function, POINTER).value
-        assert LIB.fn_run_triton(address, c_abi.pack_log_prob_alone(call), 6) == 0
+        assert LIB.fn_run_triton(address, c_abi.pack_declared_alone(call), 6) == 0
     before = [t.data_ptr() for t in (logits, ids, temperature)]
     kept, numbers = [t.data_ptr() for t in (m, s, entropy)], (8, 2, -100, 1, 0.5)
     lies = (8, 9, 0, 3, 476, 474, 0)
     assert calls[2][0] == (*before, *[out.data_ptr()] * 2, *kept, *[None] * 3, *lies, *numbers, 2, 0, 0, 6, 1, 1)
     of_d, lies = (d.data_ptr(), d.data_ptr(), dh.data_ptr()), (8, 9, 1, 3, 476, 474, -3)
     assert calls[9][0] == (*before, *[dx.data_ptr()] * 2, *kept, *of_d, *lies, *numbers, 3, 0, 0, 6, 1, 1)
-    plain, function = forward._replace(inner=6, ignore_index=None), kernel("log_prob", number, calls)
-    assert LIB.fn_run_triton(ctypes.cast(function, POINTER).value, c_abi.pack_log_prob_alone(plain), 6) == 0
+    plain, function = forward._replace(inner=6, flags={"softcap": 0.5}), kernel("log_prob", number, calls)
+    assert LIB.fn_run_triton(ctypes.cast(function, POINTER).value, c_abi.pack_declared_alone(plain), 6) == 0
     assert calls[-1][0][14:22] == (6, 0, 0, 0, 8, 2, 0, 0)
 
 

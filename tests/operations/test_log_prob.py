@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fusednorm
 from fusednorm import log_softmax, logsumexp, selected_log_prob, selected_log_prob_and_entropy
 from fusednorm.calls import fast_path
-from fusednorm.calls.c_enums import LogProbOf
+from fusednorm.calls.c_enums import DeclaredOf
 from fusednorm.conformance import oracle_log_prob
 from fusednorm.conformance.cases import DTYPES
 from fusednorm.reference import log_prob as reference
@@ -204,7 +204,7 @@ def gradients_of(results):
 def test_the_fast_path_has_the_bits_of_python(monkeypatch, name):
     """Also of the operators: that of results returns what gradients take too, as tensors of their own."""
     function, logits, others = USUAL[name]
-    number = LogProbOf[function.__name__.removesuffix("_log_prob").replace("_log_prob", "").upper()]
+    number = DeclaredOf[function.__name__.removesuffix("_log_prob").replace("_log_prob", "").upper()]
     operator = getattr(torch.ops.fusednorm, function.__name__).default
     given = {"logits": logits, **others}
     declared = {name: value for name, value in given.items() if name != "out"}
@@ -249,16 +249,16 @@ def test_what_the_fast_path_leaves_to_python():
     """It is left untouched."""
     out, shared, take = torch.full((4, 9), 7.0), torch.ones(5, 9), fast_calls("cpu")
 
-    def run(logits=PLAIN, ids=IDS, operation=LogProbOf.SELECTED, **others):
+    def run(logits=PLAIN, ids=IDS, operation=DeclaredOf.SELECTED, **others):
         return take("log_prob", logits=logits, ids=ids, operation=operation.value, kept=False, **others)
 
     def rows(logits=PLAIN, out=out, **others):
-        return run(logits, operation=LogProbOf.LOG_SOFTMAX, out=out, **others)
+        return run(logits, operation=DeclaredOf.LOG_SOFTMAX, out=out, **others)
 
     def gradient(**others):
         operands = {"logits": PLAIN, "ids": IDS, "d": PLAIN[:, :3], "m": PLAIN[0, :4], "s": PLAIN[1, :4]}
         more = {"d_entropy": PLAIN[2, :4], "entropy": PLAIN[3, :4], "needs": [True]}
-        given = {"operation": LogProbOf.SELECTED_AND_ENTROPY.value, **operands, **more, **others}
+        given = {"operation": DeclaredOf.SELECTED_AND_ENTROPY.value, **operands, **more, **others}
         return take("log_prob_backward", **{**given, "d": given["d"].contiguous()})
 
     assert None not in (run(), gradient())
@@ -275,8 +275,8 @@ def test_what_the_fast_path_leaves_to_python():
         "sums of other rows": lambda: gradient(m=PLAIN[0, :3]),
         "sums in rows": lambda: gradient(m=PLAIN[:, :1].contiguous()),
         "an entropy that is not kept": lambda: gradient(entropy=None),
-        "gradients of rows of other lengths": lambda: gradient(operation=LogProbOf.LOG_SOFTMAX.value, d=PLAIN[:, :8]),
-        "wide gradients of rows": lambda: gradient(operation=LogProbOf.LOG_SOFTMAX.value, d=DOUBLE),
+        "gradients of rows of other lengths": lambda: gradient(operation=DeclaredOf.LOG_SOFTMAX.value, d=PLAIN[:, :8]),
+        "wide gradients of rows": lambda: gradient(operation=DeclaredOf.LOG_SOFTMAX.value, d=DOUBLE),
         "a gradient's gradient": lambda: gradient(d_entropy=PLAIN[0, :4].clone().requires_grad_()),
         "no rows": lambda: run(PLAIN[:0], IDS[:0]),
         "no ids": lambda: run(ids=IDS[:, :0]),
@@ -320,7 +320,7 @@ def test_what_the_fast_path_leaves_to_python():
         assert out._version == shared._version == 0, name
     with FlopCounterMode(display=False):
         assert run() is gradient() is None
-    assert fast_calls("cuda")("log_prob", logits=PLAIN, operation=LogProbOf.LOGSUMEXP.value, kept=False) is None
+    assert fast_calls("cuda")("log_prob", logits=PLAIN, operation=DeclaredOf.LOGSUMEXP.value, kept=False) is None
     kept = PLAIN.clone()
     assert rows(kept, kept).equal(log_softmax(PLAIN))
     assert kept._version == 1

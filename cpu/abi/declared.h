@@ -1,0 +1,65 @@
+/* A declared operation of rows, or its gradient, as fusednorm/calls/c_abi.py packs it. All fields have 8 bytes. */
+#ifndef FUSEDNORM_DECLARED_H
+#define FUSEDNORM_DECLARED_H
+
+#include <string.h>
+
+#include "abi/call.h"
+
+/*
+ * The operands of log-probabilities: docs/spec.md, section 11. OUT: rows of log_softmax, or its input's gradient, or numbers. D is of rows or of numbers. Numbers of ids have
+ * `count` for each row, the others one; they follow each other, but the stride of TEMPERATURE, D and DH may be 0, where all
+ * numbers are one. M and S may be absent in a forward pass. For SUMS, m is given, and OUT and H have one for each segment.
+ * DH of log_softmax: of parts of rows, the sums of whole rows of D.
+ */
+enum {
+    FN_LOGITS, FN_LOG_PROB_OUT, FN_LOG_PROB_IDS, FN_LOG_PROB_TEMPERATURE, FN_LOG_PROB_M, FN_LOG_PROB_S, FN_LOG_PROB_H,
+    FN_LOG_PROB_D, FN_LOG_PROB_DH, FN_DECLARED_OPERANDS
+};
+
+/* Flags that are numbers, in their order; of log-probabilities the softcap, 0 where there is none. */
+enum { FN_LOG_PROB_SOFTCAP, FN_NUMBERS = 2 };
+
+struct fn_declared {
+    int64_t pass, operation; /* enum fn_declared_of */
+    int64_t wide; /* whether all is computed in float64 */
+    int64_t threads, rows, inner, hidden; /* as in struct fn_call */
+    int64_t id_size, count; /* the bytes of an id, and how many there are of each row */
+    int64_t first, size; /* of a part of a row: the place of its first logit in the row, and the whole row's length; else 0 */
+    int64_t ignores, ignore_index; /* whether there is an id that is ignored, and that */
+    double number[FN_NUMBERS];
+    /* The rows that the operation is of, what is made of them or their gradient, and the others as c_abi.py has them. */
+    struct fn_operand operand[FN_DECLARED_OPERANDS];
+};
+
+/* The room for the sums of a row's segments, and for those of the entropy, in numbers. */
+static inline int64_t fn_declared_sums(int64_t hidden) {
+    int64_t sums = 8;
+    while (sums * 1024 < hidden) sums *= 2;
+    return sums;
+}
+
+/* An id of all rows' ids, and whether it is ignored. */
+static inline int64_t fn_id_at(const struct fn_declared *job, int64_t i) {
+    const char *const at = (const char *)job->operand[FN_LOG_PROB_IDS].address + i * job->id_size;
+    int32_t narrow;
+    int64_t wide;
+    if (job->id_size == sizeof wide) return memcpy(&wide, at, sizeof wide), wide;
+    return memcpy(&narrow, at, sizeof narrow), narrow;
+}
+static inline int fn_is_ignored(const struct fn_declared *job, int64_t id) { return job->ignores && id == job->ignore_index; }
+
+/* Row m of an operand with rows. */
+static inline char *fn_row_of(const struct fn_declared *job, int operand, int64_t m) {
+    const struct fn_operand *o = &job->operand[operand];
+    const int64_t place = m / job->inner * o->outer_stride + m % job->inner * o->stride;
+    return (char *)o->address + place * fn_element_size(o->kind);
+}
+
+/*
+ * Computes row m. `sums` has room for twice fn_declared_sums(hidden) numbers. `next`: the row that is read after it and fetched
+ * meanwhile, or NULL.
+ */
+typedef void fn_declared_row(const struct fn_declared *job, int64_t m, void *sums, const char *next);
+
+#endif

@@ -1,0 +1,128 @@
+"""Declared operations by a backend that has them in one call, else by their formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from fusednorm.calls.call import DeclaredCall, Flags, Step, operation_of
+from fusednorm.calls.checks import check_kept
+from fusednorm.calls.declared import Declaration, Role
+from fusednorm.calls.memory import in_levels, packed
+from fusednorm.engine.choose import Chosen
+from fusednorm.engine.execute import whole_of
+
+
+class Kernel:
+    """Calls of a declared operation, and of its gradient.
+
+    Args:
+        declaration: the operation.
+        name: the operation's in calls; by default the declared one.
+        step: the name in ``KNOWS`` of backends that have it; by default the declared one.
+    """
+
+    def __init__(self, declaration: Declaration, name: str = "", step: str = "") -> None:
+        self.declaration, self.name, self.step = declaration, name or declaration.name, step or declaration.name
+        self._operands = [operand.name for operand in declaration.operands]
+        roles = {result.name: result.role for result in declaration.results}
+        self._of_rows = [name for name, role in {**declaration.roles(), **roles}.items() if role is Role.ROWS]
+        self._of_dtypes = {result.dtype for result in declaration.results}
+
+    def run(self, *arguments: Any) -> tuple[Tensor, ...]:
+        """The results, as the formula returns them."""
+        declaration, rows = self.declaration, arguments[0]
+        backend = backend_of(rows, self.step)
+        if backend is None:
+            return declaration.formula(*arguments)
+        count = len(self._operands)
+        operands, flags = arguments[:count], arguments[count:]
+        results = {
+            result.name: torch.empty(
+                declaration.shape(result.role, operands),
+                dtype=declaration.dtype(result, operands, flags),
+                device=rows.device,
+            )
+            for result in declaration.results
+        }
+        named = dict(zip(self._operands, operands, strict=True))
+        make(backend, self.name, named, results, self._of_rows, self._numbers(declaration.named(flags)))
+        return tuple(results.values())
+
+    def run_gradient(self, *arguments: Any) -> tuple[Tensor | None, ...]:
+        """The gradient, as the declared one returns it, of an operation in which one operand has a gradient."""
+        declaration, needs = self.declaration, arguments[-1]
+        tensors = dict(zip(declaration.backward_tensors, arguments, strict=False))
+        incoming = {name: tensors.pop(name) for name in declaration.incoming}
+        flags = dict(zip(declaration.gradient_flags, arguments[-1 - len(declaration.gradient_flags) :], strict=False))
+        step, found = f"{self.step}_backward", None
+        if needs[0]:
+            found = gradient(step, self.name, incoming, tensors, self._of_rows, self._numbers(flags))
+        return cast(Any, declaration.gradient)(*arguments) if found is None else (found,)
+
+    def _numbers(self, flags: Mapping[str, Any]) -> dict[str, Any]:
+        """The flags but those that are dtypes of results."""
+        return {name: value for name, value in flags.items() if name not in self._of_dtypes}
+
+
+def backend_of(rows: Tensor, step: str) -> Chosen | None:
+    """The backend for such rows, if it has such a call."""
+    return whole_of(operation_of(rows, None, None, Flags()), Step(step))
+
+
+def make(
+    backend: Chosen,
+    name: str,
+    read: Mapping[str, Tensor | None],
+    written: Mapping[str, Tensor],
+    of_rows: Collection[str],
+    flags: Mapping[str, Any],
+    backward: bool = False,
+    part: tuple[int, int] = (0, 0),
+) -> None:
+    """Has a backend make a call; see :class:`DeclaredCall`. ``of_rows``: the names of tensors that have rows."""
+    x = cast(Tensor, next(iter(read.values())))
+    size, rows = x.shape[-1], x.shape[:-1].numel()
+    if not rows:
+        return
+    those = [name for name, tensor in read.items() if tensor is not None and name in of_rows]
+    layout: Any = in_levels((), [read[name] for name in those])
+    tensors = {name: t if t is None or name in those else packed(t) for name, t in read.items()}
+    strides = dict.fromkeys((name for name in written if name in of_rows), (layout.inner * size, size))
+    call = DeclaredCall(
+        name=name,
+        backward=backward,
+        tensors={**tensors, **dict(zip(those, layout.read, strict=True)), **written},
+        strides={**dict(zip(those, layout.strides, strict=True)), **strides},
+        flags=flags,
+        hidden_size=size,
+        rows=rows,
+        inner=layout.inner,
+        part=part,
+    )
+    (backend.backward if backward else backend.forward)(call)
+
+
+def gradient(
+    step: str,
+    name: str,
+    incoming: Mapping[str, Tensor | None],
+    others: Mapping[str, Tensor | None],
+    of_rows: Collection[str],
+    flags: Mapping[str, Any],
+    part: tuple[int, int] = (0, 0),
+) -> Tensor | None:
+    """The gradient of the first of the others, which the forward pass took or returned; None: no backend has it."""
+    x = cast(Tensor, next(iter(others.values())))
+    backend = backend_of(x, step)
+    if backend is None:
+        return None
+    check_kept([*incoming.values()], [*others.values()])
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if any(d is not None and not d.numel() for d in incoming.values()):
+        return out.zero_()
+    make(backend, name, {**others, **incoming}, {"out": out}, {*of_rows, "out"}, flags, True, part)
+    return out
