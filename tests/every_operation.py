@@ -201,7 +201,7 @@ RIGHT = right("scale", OPERATORS["scale"], {"x": Role.ROWS})
 # Declared operations, by their declarations.
 for operation in dict.fromkeys(PUBLIC.values()):
     declaration = operation.declaration
-    roles = declaration.roles() | {one.name: one.role for one in declaration.returned}
+    roles = declaration.roles | {one.name: one.role for one in declaration.returned}
     operands = {one.name: of_role(one.role, count) for count, one in enumerate(declaration.operands)}
     for name, function in operation.functions.items():
         outputs = {one.name: torch.zeros_like(of_role(one.role, 0)) for one in declaration.returned}

@@ -175,7 +175,7 @@ class Call:
     def roles(self):
         """Those of its tensors that do not have the shape of rows."""
         declared = DECLARED.get(self.name.removesuffix("_backward"))
-        return declared.declaration.roles() if declared else _ROLES
+        return declared.declaration.roles if declared else _ROLES
 
 
 #: Of operators without a declaration.

@@ -202,6 +202,7 @@ class Declaration:
         # A compiler makes a constant of a float, and the eps of l2_norm follows the hidden size.
         return f"{'Scalar' if flag == 'eps' else types[type(default)]} {flag}"
 
+    @functools.cached_property
     def roles(self) -> dict[str, Role]:
         """The role of each tensor of both operators, by name."""
         roles = {operand.name: operand.role for operand in self.operands}
@@ -230,20 +231,21 @@ class Declaration:
 
     def shape(self, role: Role, operands: Sequence[Any]) -> torch.Size:
         """The shape of what has this role, beside these operands; of a weight that of one for all rows."""
-        rows = operands[0].shape
+        rows: torch.Size = operands[0].shape
         if role is Role.OF_CHOSEN:
-            chosen = next(t for t, one in zip(operands, self.operands, strict=True) if one.role is Role.CHOSEN)
-            return torch.Size(chosen.shape)
-        shapes = {Role.ROWS: rows, Role.WEIGHT: rows[-1:]}
-        return torch.Size(shapes.get(role, rows[:-1]))
+            roles = [operand.role for operand in self.operands]
+            rows = operands[roles.index(Role.CHOSEN)].shape
+        if role in (Role.ROWS, Role.OF_CHOSEN):
+            return rows
+        return rows[-1:] if role is Role.WEIGHT else rows[:-1]
 
     def dtype(self, result: Result, operands: Sequence[Any], flags: Sequence[Any]) -> torch.dtype:
         """The dtype of a result."""
-        names = [operand.name for operand in self.operands]
-        of_like: torch.dtype = operands[0 if result.like is None else names.index(result.like)].dtype
+        place = 0 if result.like is None else [operand.name for operand in self.operands].index(result.like)
+        of_like: torch.dtype = operands[place].dtype
         if result.kept or result.wide:
             return accumulator(of_like)
-        asked = None if result.dtype is None else dict(zip(self.flags, flags, strict=False)).get(result.dtype)
+        asked = None if result.dtype is None else self.named(flags)[result.dtype]
         return of_like if asked is None else asked
 
     def checked(self, operands: Sequence[Tensor | None], flags: Sequence[Any], *, in_memory: bool) -> tuple[Any, ...]:
@@ -266,7 +268,7 @@ class Declaration:
         """Checks operands, and what goes with them to the gradients' operator, by name."""
         operands = [tensors[operand.name] for operand in self.operands]
         rows_name, rows = self.decider(operands)
-        roles, kept = self.roles(), [result.name for result in self.kept]
+        roles, kept = self.roles, [result.name for result in self.kept]
         optional = {operand.name for operand in self.operands if operand.optional}
         for name in sorted(tensors, key=rows_name.__ne__):  # the one that decides comes first
             tensor = tensors[name]

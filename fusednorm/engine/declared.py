@@ -29,7 +29,7 @@ class Kernel:
         self.declaration, self.name, self.step = declaration, name or declaration.name, step or declaration.name
         self._operands = [operand.name for operand in declaration.operands]
         roles = {result.name: result.role for result in declaration.results}
-        self._of_rows = [name for name, role in {**declaration.roles(), **roles}.items() if role is Role.ROWS]
+        self._of_rows = [name for name, role in {**declaration.roles, **roles}.items() if role is Role.ROWS]
         self._of_dtypes = {result.dtype for result in declaration.results}
 
     def run(self, *arguments: Any) -> tuple[Tensor, ...]:

@@ -223,7 +223,7 @@ def _register(name: str, rule: _Rule, static_argnum: int = 100) -> None:
 
 def register_declared(declaration: Declaration) -> None:
     """Registers the rules of a declared operation and of its gradients."""
-    roles = declaration.roles()
+    roles = declaration.roles
 
     def joined(operands: Mapping[str, DTensorSpec]) -> int:
         return declaration.joined_of([operands.get(one.name) for one in declaration.operands])
