@@ -7,17 +7,24 @@
 #include "abi/call.h"
 
 /*
- * The operands of log-probabilities: docs/spec.md, section 11. OUT: rows of log_softmax, or its input's gradient, or numbers. D is of rows or of numbers. Numbers of ids have
- * `count` for each row, the others one; they follow each other, but the stride of TEMPERATURE, D and DH may be 0, where all
- * numbers are one. M and S may be absent in a forward pass. For SUMS, m is given, and OUT and H have one for each segment.
+ * The operands: those of the declaration, the rows first, then its results. In a backward pass operands are followed by results
+ * that are kept, by incoming gradients, and by the gradient of the rows.
+ */
+enum { FN_DECLARED_OPERANDS = 9 };
+
+/*
+ * Those of log-probabilities have places of their own: docs/spec.md, section 11. OUT: rows of log_softmax, or its input's
+ * gradient, or numbers. D is of rows or of numbers. Numbers of ids have `count` for each row, the others one; they follow each
+ * other, but the stride of TEMPERATURE, D and DH may be 0, where all numbers are one. M and S may be absent in a forward pass.
+ * For SUMS, m is given, and OUT and H have one for each segment.
  * DH of log_softmax: of parts of rows, the sums of whole rows of D.
  */
 enum {
     FN_LOGITS, FN_LOG_PROB_OUT, FN_LOG_PROB_IDS, FN_LOG_PROB_TEMPERATURE, FN_LOG_PROB_M, FN_LOG_PROB_S, FN_LOG_PROB_H,
-    FN_LOG_PROB_D, FN_LOG_PROB_DH, FN_DECLARED_OPERANDS
+    FN_LOG_PROB_D, FN_LOG_PROB_DH
 };
 
-/* Flags that are numbers, in their order; of log-probabilities the softcap, 0 where there is none. */
+/* Flags that are numbers, in their order, 0 for None; of log-probabilities the softcap. */
 enum { FN_LOG_PROB_SOFTCAP, FN_NUMBERS = 2 };
 
 struct fn_declared {
@@ -28,7 +35,6 @@ struct fn_declared {
     int64_t first, size; /* of a part of a row: the place of its first logit in the row, and the whole row's length; else 0 */
     int64_t ignores, ignore_index; /* whether there is an id that is ignored, and that */
     double number[FN_NUMBERS];
-    /* The rows that the operation is of, what is made of them or their gradient, and the others as c_abi.py has them. */
     struct fn_operand operand[FN_DECLARED_OPERANDS];
 };
 
