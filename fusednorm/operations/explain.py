@@ -73,7 +73,8 @@ def explain(
     if not listed.steps:
         check_operands(x, None, None, None, None)
         found = choose(operation_of(x, None, None, Flags()))
-        return replace(found, plan=f"{found.plan}; {listed.name} runs by torch's operations")
+        by = "a call of its own" if found.takes(Step(listed.name)) else "torch's operations"
+        return replace(found, plan=f"{found.plan}; {listed.name} runs by {by}")
     if (residual is None) == ("residual" in listed.operands):
         taken = "takes no residual" if residual is not None else "takes a residual"
         raise TypeError(f"{function.__name__} {taken}; pass the residual and the function that go together")
