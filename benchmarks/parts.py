@@ -29,7 +29,7 @@ def nothing(*_, **__):
 #: Of each way, the functions that it lacks.
 WAYS = {
     "gathering": [(parts_of_logits, "where_of")],
-    "exchange, torch's operations": [(log_prob, "sums_of_segments"), (log_prob, "backward")],
+    "exchange, torch's operations": [(log_prob, "sums_of_segments"), (parts_of_logits, "gradient")],
     "exchange": [],
 }
 

@@ -17,6 +17,7 @@ from fusednorm.conformance.cases import (
     operands,
 )
 from fusednorm.engine import log_prob
+from fusednorm.engine.declared import gradient
 from fusednorm.engine.log_prob import Selecting
 from fusednorm.reference import log_prob as reference
 from fusednorm.reference.norm import SEGMENT, halved, treesum
@@ -135,12 +136,15 @@ def test_parts_of_rows(mode, agree, dtype):
         d, d_entropy, d_rows = torch.arange(ids.numel(), dtype=dtype).reshape(ids.shape) - 3, s.cos(), logits.cos()
         wanted = reference.selected_gradient(d, d_entropy, logits, *selecting[:2], m, s, h, *selecting[2:])
         place = begin, size
-        gradient = log_prob.backward("selected", d, d_entropy, part, m, s, h, selecting, place)
-        agree([gradient], [wanted[:, begin:end]], f"gradient, {about}")
+        given = {**selecting.operands(part), "m": m, "s": s, "entropy": h}
+        of_results = {"d": d, "d_entropy": d_entropy}
+        found = gradient("log_prob_parts", "selected", of_results, given, ("logits",), selecting.flags(), place)
+        agree([found], [wanted[:, begin:end]], f"gradient, {about}")
         total = treesum(d_rows.to(m.dtype))
         [wanted] = reference.log_softmax_gradient(d_rows, logits, m, s, [True])
-        gradient = log_prob.backward("log_softmax", d_rows[:, begin:end], total, part, m, s, part=place)
-        agree([gradient], [wanted[:, begin:end]], f"log_softmax, {about}")
+        of_results, given = {"d": d_rows[:, begin:end], "d_entropy": total}, {"logits": part, "m": m, "s": s}
+        found = gradient("log_prob_parts", "log_softmax", of_results, given, ("logits", "d"), {}, place)
+        agree([found], [wanted[:, begin:end]], f"log_softmax, {about}")
 
 
 @pytest.mark.left_out("triton_cpu")

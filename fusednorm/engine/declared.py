@@ -54,13 +54,14 @@ class Kernel:
 
     def run_gradient(self, *arguments: Any) -> tuple[Tensor | None, ...]:
         """The gradient, as the declared one returns it, of an operation in which one operand has a gradient."""
-        declaration, needs = self.declaration, arguments[-1]
+        declaration, (needed,) = self.declaration, arguments[-1]
+        if not needed:
+            return (None,)
         tensors = dict(zip(declaration.backward_tensors, arguments, strict=False))
         incoming = {name: tensors.pop(name) for name in declaration.incoming}
         flags = dict(zip(declaration.gradient_flags, arguments[-1 - len(declaration.gradient_flags) :], strict=False))
-        step, found = f"{self.step}_backward", None
-        if needs[0]:
-            found = gradient(step, self.name, incoming, tensors, self._of_rows, self._numbers(flags))
+        step = f"{self.step}_backward"
+        found = gradient(step, self.name, incoming, tensors, self._of_rows, self._numbers(flags))
         return cast(Any, declaration.gradient)(*arguments) if found is None else (found,)
 
     def _numbers(self, flags: Mapping[str, Any]) -> dict[str, Any]:

@@ -60,8 +60,6 @@ def _selected_gradient(
     ignore_index: int | None,
     needs: list[bool],
 ) -> tuple[Tensor | None]:
-    if not needs[0]:
-        return (None,)
     return (reference.selected_gradient(d, None, logits, ids, temperature, m, s, None, softcap, ignore_index),)
 
 
@@ -83,8 +81,6 @@ def _with_entropy_gradient(
     ignore_index: int | None,
     needs: list[bool],
 ) -> tuple[Tensor | None]:
-    if not needs[0]:
-        return (None,)
     how = (softcap, ignore_index)
     return (reference.selected_gradient(d, d_entropy, logits, ids, temperature, m, s, entropy, *how),)
 

@@ -18,13 +18,14 @@ from fusednorm.calls import must_be_seen
 from fusednorm.calls.checks import check_ids
 from fusednorm.calls.declared import Role
 from fusednorm.engine import log_prob
+from fusednorm.engine.declared import gradient
 from fusednorm.engine.log_prob import Selecting
 from fusednorm.reference import log_prob as reference
 from fusednorm.reference.norm import rounded
 from fusednorm.torch_ops.declared import Operator
 from fusednorm.torch_ops.parts_of_rows import Piece, Where, exchanged_sum, gathered, numbers_of, where_of
 
-_WITH_ENTROPY = "selected_log_prob_and_entropy"
+_WITH_ENTROPY, _PARTS = "selected_log_prob_and_entropy", "log_prob_parts"
 
 
 def _pieces(tensor: Tensor, where: Where) -> list[tuple[Piece, Tensor]]:
@@ -101,25 +102,29 @@ def gradient_of(
     name: str, incoming: Sequence[Tensor], logits: Tensor, selecting: Selecting, kept: Sequence[Tensor], where: Where
 ) -> Tensor:
     """The gradient of this rank's part of rows."""
-    d, (m, s, *others) = incoming[0], kept
-    part = where.start, where.parts.bounds[-1]
+    d, (m, s, *entropy) = incoming[0], kept
+    h, part = entropy[0] if entropy else None, (where.start, where.parts.bounds[-1])
+    given = {**selecting.operands(logits), "m": m, "s": s, "entropy": h}
     if name == "log_softmax":
 
         def of_piece(piece: Piece, rows: Tensor) -> tuple[Tensor]:
             return (numbers_of(rows.to(m.dtype), piece),)
 
-        given = [reference.by_blocks(partial(of_piece, piece), rows)[0] for piece, rows in _pieces(d, where)]
-        own = torch.cat([m.new_empty(*m.shape, 0), *given], -1)
+        pieces = [reference.by_blocks(partial(of_piece, piece), rows)[0] for piece, rows in _pieces(d, where)]
+        own = torch.cat([m.new_empty(*m.shape, 0), *pieces], -1)
         total = exchanged_sum(own, where.parts, where.mesh, where.dim)
-        by_backend = log_prob.backward(name, d, total, logits, m, s, part=part) if logits.shape[-1] else None
+        by_backend = None
+        if logits.shape[-1]:
+            by_backend = gradient(_PARTS, name, {"d": d, "d_entropy": total}, given, ("logits", "d"), {}, part)
         return reference.log_softmax_gradient_of(d, logits, m, s, total) if by_backend is None else by_backend
     if not logits.shape[-1]:
         return torch.empty_like(logits)
     if name == "logsumexp":
-        by_backend = log_prob.backward(name, d, None, logits, m, s)
+        by_backend = gradient("log_prob_backward", name, {"d": d}, given, ("logits",), {})
         return reference.logsumexp_gradient(d, logits, m, s, [True])[0] if by_backend is None else by_backend  # type: ignore[return-value]
-    d_entropy, h = (incoming[1], others[0]) if name == _WITH_ENTROPY else (None, None)
-    by_backend = log_prob.backward("selected", d, d_entropy, logits, m, s, h, selecting, part)
+    d_entropy = incoming[1] if name == _WITH_ENTROPY else None
+    of_results = {"d": d, "d_entropy": d_entropy}
+    by_backend = gradient(_PARTS, "selected", of_results, given, ("logits",), selecting.flags(), part)
     if by_backend is not None:
         return by_backend
     ids, temperature, softcap, ignore_index = selecting
