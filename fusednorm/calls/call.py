@@ -529,8 +529,8 @@ class DeclaredCall(NamedTuple):
     #: read, and incoming gradients are ``d`` and ``d_entropy``: that of the entropy, or None; of "log_softmax" of parts
     #: of rows, the sums of whole rows of ``d``.
     backward: bool
-    #: By the names of the declaration: operands, the rows first, and results. What is optional may be None or absent.
-    #: What has no rows is contiguous.
+    #: By the names of the declaration: operands, the rows first, and results. An optional one may be None or absent.
+    #: A tensor without rows is contiguous.
     tensors: Mapping[str, Tensor | None]
     #: Of the tensors that have rows: [..., N].
     strides: Mapping[str, Strides]
