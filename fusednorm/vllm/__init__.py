@@ -86,11 +86,7 @@ def register() -> None:
     providers.prefer(mode, platform)
     _logger.info("fusednorm %s: vLLM prefers its provider %s (FUSEDNORM_VLLM=%s)", __version__, provider, setting)
     if on_cpu:
-        replaced, left = layers.replace(mode)
-        names = ", ".join(replaced) or "none"
-        _logger.info("fusednorm %s: computes these layers of vLLM where a model has them: %s", __version__, names)
-        for reason in left:
-            _logger.warning("fusednorm %s leaves a layer of vLLM as it was: %s", __version__, reason)
+        layers.replace_in_workers(mode, platform)
 
 
 def _decline(reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Classes in place of vLLM's layers: gates, gated norms, rotations, and Gemma's norm, on CPUs.
+"""Classes in place of vLLM's layers: gates, gated norms, rotations, LayerNorm and Gemma's norm, on CPUs.
 
 vLLM has no operation of its IR for them. It has a table of classes that it makes objects of in place of its own
 (``CustomOp.register_oot``). A class here inherits from vLLM's, and only ``forward_cpu`` differs: vLLM calls it unless
@@ -8,19 +8,24 @@ its option ``custom_ops`` disables the layer. Compiled models disable all layers
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusednorm.engine.choose import use_backend
-from fusednorm.operations import functions, gate, norm, norm_gated, rotate
+from fusednorm.operations import functions, gate, layer_norm, norm, norm_gated, rotate
+from fusednorm.version import __version__
 from fusednorm.vllm.providers import AS_VLLM, ROUNDINGS
 from fusednorm.vllm.roundings import VLLM, Roundings, of, of_model
+
+_logger = logging.getLogger("vllm.fusednorm")
 
 _FLOATS = frozenset((torch.bfloat16, torch.float16, torch.float32))
 
@@ -39,6 +44,12 @@ def _silu_and_mul(layer: Any, flags: dict[str, Any], x: Tensor) -> Tensor | None
     return gate.silu_and_mul(x) if x.dtype in _FLOATS else None
 
 
+def _mul_and_silu(layer: Any, flags: dict[str, Any], x: Tensor) -> Tensor | None:
+    """The gate is the second half."""
+    up, gates = x.chunk(2, dim=-1)
+    return gate.silu_and_mul(gates, up) if x.dtype in _FLOATS else None
+
+
 def _gelu_and_mul_step(layer: Any, of_model: Roundings) -> tuple[str, dict[str, Any]]:
     return "gelu_tanh_and_mul" if layer.approximate == "tanh" else "gelu_and_mul", {}
 
@@ -50,11 +61,23 @@ def _gelu_and_mul(layer: Any, flags: dict[str, Any], x: Tensor) -> Tensor | None
 
 
 def _swiglu_oai_step(layer: Any, of_model: Roundings) -> tuple[str, dict[str, Any]] | None:
-    """gpt-oss's gate. vLLM rounds each step; fusednorm by default rounds silu and the product."""
-    if layer.alpha <= 1:
-        return None
+    """gpt-oss's gate."""
     flags = {"limit": layer.limit, "alpha": layer.alpha, "up_offset": 1.0, "interleaved": True}
-    return "silu_and_mul", {**flags, **of_model["gate in steps"]}
+    return _gate_in_steps(flags, of_model)
+
+
+def _silu_and_mul_with_clamp_step(layer: Any, of_model: Roundings) -> tuple[str, dict[str, Any]] | None:
+    """MiniMax M3's gate."""
+    flags = {"limit": layer.swiglu_limit, "alpha": layer.alpha, "up_offset": layer.beta}
+    return _gate_in_steps(flags, of_model)
+
+
+def _gate_in_steps(flags: dict[str, Any], of_model: Roundings) -> tuple[str, dict[str, Any]] | None:
+    """vLLM rounds each step; fusednorm by default rounds silu and the product.
+
+    vLLM keeps a gate whose ``alpha`` is 1: it rounds the sigmoid, and fusednorm's silu is one step.
+    """
+    return ("silu_and_mul", {**flags, **of_model["gate in steps"]}) if flags["alpha"] > 1 else None
 
 
 def _swiglu_step_step(layer: Any, of_model: Roundings) -> tuple[str, dict[str, Any]]:
@@ -104,6 +127,17 @@ def _norm_of_gated(layer: Any, flags: dict[str, Any], x: Tensor, gate: Tensor) -
     if layer.weight.dtype != x.dtype or {x.dtype, gate.dtype} - _FLOATS:
         return None
     return norm_gated.rms_norm_gated(x, gate, layer.weight.data, **flags)
+
+
+def _layer_norm_step(layer: Any, of_model: Roundings) -> tuple[str, dict[str, Any]]:
+    return "layer_norm", {"eps": layer.eps}
+
+
+def _layer_norm(layer: Any, flags: dict[str, Any], x: Tensor) -> Tensor | None:
+    """vLLM computes in the wider dtype of the rows and the weight, and rounds once."""
+    weight, bias = layer.weight, layer.bias
+    alike = weight is None or weight.dtype in (x.dtype, torch.float32)
+    return layer_norm.layer_norm(x, weight, bias, **flags) if alike and x.dtype in _FLOATS else None
 
 
 def _rms_norm_step(vllms: Any, layer: Any, of_model: Roundings) -> tuple[str, dict[str, Any]] | None:
@@ -163,13 +197,73 @@ def _rotary_embedding(
     if not alike or positions.dim() != 1:
         return None
     cos, sin = _halves(layer, layer._match_cos_sin_cache_dtype(query))
-    shape = positions.shape[0], -1, layer.head_size
+    return _rotated(layer, flags, query, key, cos, sin, positions)
+
+
+def _rotated(
+    layer: Any,
+    flags: dict[str, Any],
+    query: Tensor,
+    key: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """In place: rows of ``cos`` and ``sin`` by ``positions``, or a row for each token without them."""
+    shape = query.shape[0], -1, layer.head_size
     q = query.view(shape)
     if key is None:
         rotate.rotate(q, cos, sin, positions=positions, out=q, **flags)
     else:
         rotate.qk_norm_rope_(q, key.view(shape), cos=cos, sin=sin, norm=False, positions=positions, **flags)
     return query, key
+
+
+def _mrope_step(layer: Any, of_model: Roundings) -> tuple[str, dict[str, Any]]:
+    """vLLM rotates in plain torch operations, which round each product."""
+    return "rotate", {"interleaved": not layer.is_neox_style, **of_model["rotation in steps"]}
+
+
+def _mrope(
+    layer: Any, flags: dict[str, Any], positions: Tensor, query: Tensor, key: Tensor, offsets: Tensor | None = None
+) -> tuple[Tensor, Tensor | None] | None:
+    """In place, as vLLM's kernel for GPUs. A token of an image has three positions, each for a part of the pairs."""
+    if positions.dim() == 1:
+        return _rotary_embedding(layer, flags, positions, query, key)
+    if query.dtype not in _FLOATS or key.dtype != query.dtype:
+        return None
+    table = layer._match_cos_sin_cache_dtype(query)
+    sections = _sections(layer.mrope_section, layer.mrope_interleaved).repeat(2)  # of cosines, and of sines
+    cos, sin = table[positions[sections].T, torch.arange(len(sections))].chunk(2, dim=-1)
+    return _rotated(layer, flags, query, key, cos, sin, None)
+
+
+def _sections(sizes: list[int], interleaved: bool) -> Tensor:
+    """Which of the three positions each pair of numbers takes."""
+    if not interleaved:
+        return torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    pairs = torch.arange(sum(sizes))
+    of_pair = pairs % 3
+    return of_pair.where(pairs < 3 * torch.tensor(sizes)[of_pair], 0)
+
+
+def _apply_rotary_emb_step(layer: Any, of_model: Roundings) -> tuple[str, dict[str, Any]] | None:
+    """Of vision towers, which enable it always. A rotation of text has one inside that it does not call."""
+    if not layer._enforce_enable:
+        return None
+    in_float32 = {"round_products": False}
+    rounded = in_float32 if layer.enable_fp32_compute else of_model["rotation in steps"]
+    return "rotate", {"interleaved": not layer.is_neox_style, **rounded}
+
+
+def _apply_rotary_emb(layer: Any, flags: dict[str, Any], x: Tensor, cos: Tensor, sin: Tensor) -> Tensor | None:
+    """The heads of x, ``[..., S, H, D]``, by the rows of ``cos`` and ``sin``, ``[S, D / 2]``."""
+    if x.dtype not in _FLOATS or cos.shape != (x.shape[-3], x.shape[-1] // 2):
+        return None
+    if not layer.enable_fp32_compute:
+        cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    rows = (*x.shape[:-2], cos.shape[-1])
+    return rotate.rotate(x, cos.expand(rows), sin.expand(rows), **flags)
 
 
 def _halves(layer: Any, table: Tensor) -> tuple[Tensor, Tensor]:
@@ -221,26 +315,81 @@ def _layers() -> list[Layer]:
     }
     operation = {"variance_size_override": None, "pass_weight": True, "pass_weight_add": True}
     plain = {"weight": of_row, "variance_epsilon": 1e-6, **operation}
+    of_layer_norm = {"weight": of_row, "bias": weight[1], "eps": 1e-5, "normalized_shape": (256,)}
     gemma, positions = {"weight": weight[0], "variance_epsilon": 1e-6}, torch.arange(16, device="cpu")
     of_rms_norm = partial(_rms_norm_step, vllms), _rms_norm
     of_gemma = partial(_gemma_rms_norm_step, vllms), partial(_gemma_rms_norm, vllms)
     oai = {"alpha": 1.702, "limit": 7.0}
     mixer = "mamba.mamba_mixer2", "Mixer2RMSNormGated"
     rotation = _rotary_embedding_step, _rotary_embedding
+    clamped = {"swiglu_limit": 7.0, "alpha": 1.702, "beta": 1.0}
+    parts = {"rotary_dim": 64, "mrope_section": [12, 12, 8], "mrope_interleaved": True}
+    parts["apply_rotary_emb"] = SimpleNamespace(forward_native=_vllms_rotation)
+    of_image = positions * torch.tensor([[1], [2], [3]], device="cpu") % 16
+    tower = {"_enforce_enable": True, "is_neox_style": True, "enable_fp32_compute": False}
+    of_tower = x.view(16, 4, 64), *table.float().chunk(2, -1)
     return [
         Layer("activation", "SiluAndMul", _silu_and_mul_step, _silu_and_mul, {}, (z,), within=True),
+        Layer("activation", "MulAndSilu", _silu_and_mul_step, _mul_and_silu, {}, (z,), within=True),
         Layer(
             *("activation", "GeluAndMul", _gelu_and_mul_step, _gelu_and_mul), {"approximate": "tanh"}, (z,), within=True
         ),
         Layer("activation", "SwigluOAIAndMul", _swiglu_oai_step, _with_flags, oai, (4 * z,), within=True),
+        Layer(
+            *("activation", "SiluAndMulWithClamp", _silu_and_mul_with_clamp_step, _with_flags),
+            *(clamped, (4 * z,)),
+            within=True,
+        ),
         Layer("activation", "SwigluStepAndMul", _swiglu_step_step, _with_flags, {"limit": 1.0}, (4 * z,), within=True),
         Layer("activation", "ReLUSquaredActivation", _relu2_step, _relu2, {}, (z,)),
         Layer("layernorm", "RMSNorm", *of_rms_norm, plain, (x, z), by_provider=True),
+        Layer("layernorm", "LayerNorm", _layer_norm_step, _layer_norm, of_layer_norm, (x,)),
         Layer("layernorm", "RMSNormGated", _rms_norm_gated_step, _rms_norm_gated, gated_norm, (x, z)),
         Layer("layernorm", "GemmaRMSNorm", *of_gemma, gemma, (x, z), by_provider=True),
         Layer(*mixer, _norm_of_gated_step, _norm_of_gated, {"weight": of_row, **groups}, (x, z)),
         Layer("rotary_embedding", "RotaryEmbedding", *rotation, rotary, (positions, x, z), heirs=True, within=True),
+        Layer(
+            *("rotary_embedding", "MRotaryEmbedding", _mrope_step, _mrope),
+            *({**rotary, **parts}, (of_image, x, z)),
+            heirs=True,
+            within=True,
+        ),
+        Layer(
+            *("rotary_embedding.common", "ApplyRotaryEmb", _apply_rotary_emb_step, _apply_rotary_emb),
+            *(tower, of_tower),
+            within=True,
+        ),
     ]
+
+
+def _vllms_rotation(*arguments: Any) -> Tensor:
+    from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
+
+    rotated: Tensor = ApplyRotaryEmb.forward_static(*arguments)
+    return rotated
+
+
+def replace_in_workers(contract: str, platform: Any) -> None:
+    """Has vLLM's layers replaced in the processes that make a model, and there only.
+
+    Each imports the platform's kernels before. vLLM's other processes load none of its layers, so the plug-in does not
+    either: they take a second.
+    """
+    platforms_own = platform.import_ir_kernels
+
+    @cache
+    def once() -> None:
+        replaced, left = replace(contract)
+        names = ", ".join(replaced) or "none"
+        _logger.info("fusednorm %s: computes these layers of vLLM where a model has them: %s", __version__, names)
+        for reason in left:
+            _logger.warning("fusednorm %s leaves a layer of vLLM as it was: %s", __version__, reason)
+
+    def import_ir_kernels(cls: Any) -> None:
+        platforms_own()
+        once()
+
+    platform.import_ir_kernels = classmethod(import_ir_kernels)
 
 
 def replace(contract: str) -> tuple[list[str], list[str]]:
@@ -277,10 +426,16 @@ def _class(cls: Any, layer: Layer, contract: str) -> Any:
         from vllm.config import get_current_vllm_config
 
         cls.__init__(self, *arguments, **keywords)
-        self._fusednorm_roundings = of_model(contract, get_current_vllm_config())
+        if self._enforce_enable or self.enabled():
+            self._forward_method = self.forward_cpu  # some of vLLM's classes put their `forward_native` here
+        self._fusednorm_prepare(of_model(contract, get_current_vllm_config()))
+
+    def prepare(self: Any, roundings: Roundings) -> None:
+        self._fusednorm_roundings = roundings
+        self._fusednorm_step = ("", {}) if layer.by_provider else layer.step(self, roundings)
 
     def forward(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        step = ("", {}) if layer.by_provider else layer.step(self, self._fusednorm_roundings)
+        step = self._fusednorm_step
         found = None if step is None else layer.forward(self, step[1], *arguments, **keywords)
         return theirs(self, *arguments, **keywords) if found is None else found
 
@@ -297,7 +452,7 @@ def _class(cls: Any, layer: Layer, contract: str) -> Any:
         return [step] if step is not None and ours and of_rows in _FLOATS else []
 
     members: dict[str, Any] = {"__init__": init, "forward_cpu": forward, "_fusednorm_steps": steps}
-    members |= {"_fusednorm_roundings": of(contract), "_fusednorm_within": layer.within, "_fusednorm_summed": None}
+    members |= {"_fusednorm_prepare": prepare, "_fusednorm_within": layer.within, "_fusednorm_summed": None}
     return type(f"Fusednorm{cls.__name__}", (cls,), members)
 
 
@@ -305,7 +460,7 @@ def _heirs(cls: Any) -> Iterator[Any]:
     """The classes of vLLM that inherit from cls and compute by its methods, in any number of steps."""
     for heir in cls.__subclasses__():
         if heir.__module__.startswith("vllm."):
-            if all(getattr(heir, name) is getattr(cls, name) for name in ("forward_cpu", "forward_native")):
+            if all(getattr(heir, name) is getattr(cls, name) for name in ("forward", "forward_cpu", "forward_native")):
                 yield heir
             yield from _heirs(heir)
 
@@ -338,6 +493,8 @@ def _called(cls: Any, layer: Layer) -> tuple[Tensor, ...]:
     made = object.__new__(cls)
     torch.nn.Module.__init__(made)
     vars(made).update(layer.attributes)
+    if hasattr(cls, "_fusednorm_prepare"):
+        made._fusednorm_prepare(of(VLLM))
     results = made.forward_cpu(*(t.clone() for t in layer.arguments))
     return results if isinstance(results, tuple) else (results,)
 

@@ -89,7 +89,7 @@ def unexpected(vllms: Any, priorities: Any, platform: Any) -> str:
     fields = {field.name for field in dataclasses.fields(priorities)} if dataclasses.is_dataclass(priorities) else set()
     if not fields.issuperset(_PARAMETERS):
         return f"expected IrOpPriorityConfig to be a dataclass with the fields {', '.join(_PARAMETERS)}"
-    for attribute in ("get_default_ir_op_priority", "device_type"):
+    for attribute in ("get_default_ir_op_priority", "import_ir_kernels", "device_type"):
         if not hasattr(platform, attribute):
             return f"expected {platform.__name__} to have {attribute}"
     for name, expected in _PARAMETERS.items():

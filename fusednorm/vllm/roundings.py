@@ -28,6 +28,7 @@ _TABLE: dict[str, dict[str, tuple[Any, Any, Any]]] = {
     "norm, then gate": {"between": (torch.float32, None, None), "round_norm": (False, False, True)},
     "gate, then norm": {"round_norm": (True, False, True)},
     "rotation": {"round_products": (False, False, True)},
+    "rotation in steps": {"round_products": (True, False, True)},
     "gate in steps": {"round_steps": (True, False, True)},
 }
 
@@ -99,6 +100,7 @@ def _of_family(config: Any) -> Roundings:
                 "round as Llama's here",
                 *(__version__, type(model).__name__, kind),
             )
+    roundings = {**roundings, "rotation in steps": roundings["rotation"]}
     listed = "; ".join(f"{kind}: {_arguments(roundings[kind])}" for kind in sorted(found))
     _logger.info(
         "fusednorm %s: FUSEDNORM_VLLM=huggingface rounds as transformers' %s: %s",

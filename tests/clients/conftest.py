@@ -17,7 +17,8 @@ def vllms(monkeypatch):
     monkeypatch.setattr(custom_op, "op_registry_oot", {})
     platform = type(current_platform)
     # Also says that there is nothing of ours yet.
-    monkeypatch.setattr(platform, "get_default_ir_op_priority", platform.get_default_ir_op_priority)
+    for name in ("get_default_ir_op_priority", "import_ir_kernels"):
+        monkeypatch.setattr(platform, name, getattr(platform, name))
     for op in (ops.rms_norm, ops.fused_add_rms_norm):
         assert "fusednorm" not in op.impls
         monkeypatch.setattr(op, "impls", dict(op.impls))

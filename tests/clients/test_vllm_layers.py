@@ -1,6 +1,8 @@
 """The classes that the plug-in of vLLM puts in place of vLLM's layers, beside those, in this process."""
 
 import logging
+import os
+import subprocess
 import sys
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ import fusednorm
 import fusednorm.vllm as plugin
 from fusednorm.vllm import layers
 from fusednorm.vllm.providers import BY_CONTRACT
+from fusednorm.vllm.roundings import of
 
 if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed; `tox -e vllm` installs it", allow_module_level=True)
@@ -20,7 +23,8 @@ if find_spec("vllm") is None:
 pytestmark = pytest.mark.filterwarnings("default")
 
 NAMES = ["SiluAndMul", "GeluAndMul", "RMSNormGated", "GemmaRMSNorm", "Mixer2RMSNormGated", "RotaryEmbedding"]
-NAMES += ["SwigluOAIAndMul", "SwigluStepAndMul", "ReLUSquaredActivation", "RMSNorm"]
+NAMES += ["SwigluOAIAndMul", "SwigluStepAndMul", "ReLUSquaredActivation", "RMSNorm", "SiluAndMulWithClamp"]
+NAMES += ["MulAndSilu", "LayerNorm", "MRotaryEmbedding", "ApplyRotaryEmb"]
 BITS_16, F32 = (torch.bfloat16, torch.float16), torch.float32
 
 
@@ -38,6 +42,14 @@ def vllms(vllms, monkeypatch):
         yield config
 
 
+def register():
+    """As in a worker of vLLM, which loads the plug-in and then the platform's kernels."""
+    from vllm.platforms import current_platform
+
+    plugin.register()
+    current_platform.import_ir_kernels()
+
+
 def replaced():
     from vllm.model_executor.custom_op import op_registry_oot
 
@@ -49,7 +61,7 @@ def pairs(make, setting="vllm"):
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("FUSEDNORM_VLLM", setting)
         theirs = make()
-        plugin.register()
+        register()
         ours = make()
     assert type(ours) is replaced()[type(theirs).__name__]
     assert isinstance(ours, type(theirs))
@@ -63,18 +75,38 @@ def differing(a, b):
 
 
 def test_replaced(vllms, said):
-    plugin.register()
+    register()
     assert set(NAMES) <= replaced().keys()
     assert "Llama3RotaryEmbedding" in replaced()
-    assert "FourierRotaryEmbedding" not in replaced()  # it computes by methods of its own
+    # These compute by methods of their own.
+    own = {"FourierRotaryEmbedding", "Ernie4_5_VLRotaryEmbedding", "MRotaryEmbeddingInterleaved"}
+    assert not replaced().keys() & own
     assert f"computes these layers of vLLM where a model has them: {', '.join(replaced())}" in said.text
     assert not [record for record in said.records if record.levelno > logging.INFO]
     # The option `custom_ops` knows them by vLLM's names.
-    assert {cls.name for name, cls in replaced().items() if "Rotary" in name} == {"rotary_embedding"}
+    assert {cls.name for name, cls in replaced().items() if "RotaryEmbedding" in name} == {"rotary_embedding"}
     assert [replaced()[name].name for name in NAMES[:2]] == ["silu_and_mul", "gelu_and_mul"]
     before = dict(replaced())
-    plugin.register()
+    register()
     assert replaced() == before
+
+
+def test_processes_that_make_no_model_load_no_layer():
+    """The plug-in adds modules of fusednorm alone to the engine's core and to the server, and none of vLLM."""
+    code = """if True:
+        import sys
+        import vllm.config.kernel, vllm.ir.ops, vllm.platforms
+        vllm.platforms.current_platform
+        before = set(sys.modules)
+        from fusednorm.vllm import register
+        register()
+        print("added", *sorted({name.split(".")[0] for name in set(sys.modules) - before}))
+        vllm.platforms.current_platform.import_ir_kernels()
+        print("loads the layers", "vllm.model_executor.layers.layernorm" in sys.modules)
+    """
+    environment = {**os.environ, "FUSEDNORM_VLLM": "vllm"}
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, env=environment)
+    assert done.stdout.splitlines()[-2:] == ["added fusednorm", "loads the layers True"], done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(("setting", "device"), [("off", "cpu"), ("vllm", "cuda"), ("vllm,gpu", "cuda")])
@@ -84,7 +116,7 @@ def test_not_replaced(vllms, monkeypatch, setting, device):
 
     monkeypatch.setenv("FUSEDNORM_VLLM", setting)
     monkeypatch.setattr(type(current_platform), "device_type", device)
-    plugin.register()
+    register()
     assert replaced() == {}
 
 
@@ -92,7 +124,7 @@ def test_what_another_plugin_replaced(vllms, said):
     from vllm.model_executor.layers.activation import SiluAndMul
 
     SiluAndMul.register_oot(theirs := type("Theirs", (SiluAndMul,), {}))
-    plugin.register()
+    register()
     assert replaced()["SiluAndMul"] is theirs
     assert "GeluAndMul" in replaced()
     assert "leaves a layer of vLLM as it was: another plug-in replaces SiluAndMul" in said.text
@@ -101,7 +133,7 @@ def test_what_another_plugin_replaced(vllms, said):
 def test_what_the_user_disables(vllms):
     from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
 
-    plugin.register()
+    register()
     vllms.compilation_config.custom_ops = ["all", "-silu_and_mul"]
     assert SiluAndMul()._forward_method.__name__ == "forward_native"
     assert GeluAndMul("tanh")._forward_method.__name__ == "forward"
@@ -141,9 +173,11 @@ CHANGES = (
 def test_an_unknown_layer_is_left_as_it_was(vllms, said, monkeypatch, change, words):
     with monkeypatch.context() as patched:
         change(patched)
-        plugin.register()
+        register()
     assert f"leaves a layer of vLLM as it was: vllm.model_executor.layers.{words}" in said.text
     missing = set(NAMES) - replaced().keys()
+    if "RotaryEmbedding" in missing:
+        missing -= {"MRotaryEmbedding", "ApplyRotaryEmb"}  # of the same folder
     assert len(missing) == 1
     assert missing.pop() in words
 
@@ -187,6 +221,20 @@ def test_silu_of_every_gate(vllms, dtype):
 
 
 @pytest.mark.parametrize("dtype", BITS_16)
+def test_silu_of_the_second_half(vllms, dtype):
+    """Of Molmo, whose class takes `forward_native` on a CPU, also where it is enabled."""
+    from vllm.model_executor.layers.activation import MulAndSilu
+
+    theirs, ours = MulAndSilu(), pairs(MulAndSilu)[1]
+    assert theirs._forward_method.__name__ == "forward_native"
+    x = torch.randn(64, 2, 256).to(dtype)
+    assert differing(theirs(x), ours(x)) == 0
+    assert torch.equal(ours(x.double()), theirs(x.double()))
+    vllms.compilation_config.custom_ops = ["none"]
+    assert MulAndSilu()._forward_method.__name__ == "forward_native"
+
+
+@pytest.mark.parametrize("dtype", BITS_16)
 @pytest.mark.parametrize(("form", "most"), [("tanh", 0.01), ("none", 0.02)])
 def test_gelu_of_every_gate(vllms, dtype, form, most):
     """torch takes 1 + tanh or 1 + erf, which loses bits of a negative argument; so some results differ."""
@@ -200,17 +248,30 @@ def test_gelu_of_every_gate(vllms, dtype, form, most):
 
 
 @pytest.mark.parametrize("dtype", BITS_16)
-@pytest.mark.parametrize(("name", "layout"), [("SwigluOAIAndMul", -1), ("SwigluStepAndMul", -2)])
-def test_gates_with_limits_of_every_gate(vllms, dtype, name, layout):
+@pytest.mark.parametrize(
+    ("name", "layout", "arguments"),
+    [("SwigluOAIAndMul", -1, ()), ("SwigluStepAndMul", -2, ()), ("SiluAndMulWithClamp", -2, (5.0, 1.5, 0.5))],
+)
+def test_gates_with_limits_of_every_gate(vllms, dtype, name, layout, arguments):
     """All bits are vLLM's, but where torch's sigmoid or silu is 0 before ours."""
     from vllm.model_executor.layers import activation
 
     gates = torch.arange(65536).sub(32768).to(torch.int16).view(dtype).view(256, 256)
     ups = torch.linspace(-9, 9, 256).to(dtype).expand(256, 256)
     fits = (gates > -52) | gates.isnan()
-    theirs, ours = pairs(getattr(activation, name))
+    theirs, ours = pairs(lambda: getattr(activation, name)(*arguments))
     x = torch.stack((gates, ups), layout).flatten(-2)
     assert differing(theirs(x)[fits], ours(x)[fits]) == 0
+
+
+def test_a_gate_with_a_limit_and_silu_is_vllms(vllms):
+    """vLLM rounds the sigmoid in it; fusednorm's silu is one step."""
+    from vllm.model_executor.layers.activation import SiluAndMulWithClamp
+
+    theirs, ours = pairs(lambda: SiluAndMulWithClamp(2.0))
+    x = torch.randn(64, 256).bfloat16() * 3
+    assert torch.equal(theirs(x), ours(x))
+    assert ours._fusednorm_steps(torch.bfloat16) == []
 
 
 @pytest.mark.parametrize("dtype", BITS_16)
@@ -254,6 +315,69 @@ def test_rotation(vllms, dtype, neox, head, turned):
     batches = [qkv[:, : 5 * head].reshape(8, 5, -1) for _ in range(2)]  # vLLM's kernel takes these
     results = [layer(positions.view(8, 5), q, q.clone())[0] for layer, q in zip((theirs, ours), batches, strict=True)]
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("dtype", [*BITS_16, torch.float32])
+@pytest.mark.parametrize("in_float32", [True, False])
+@pytest.mark.parametrize("neox", [True, False])
+def test_rotation_of_a_vision_tower(vllms, dtype, in_float32, neox):
+    """All bits; tables of float32 are rounded to the dtype of the heads, unless these are converted to float32."""
+    from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
+
+    options = {"enforce_enable": True, "enable_fp32_compute": in_float32}
+    torch.manual_seed(0)
+    qkv, angles = torch.randn(2, 40, 3, 4, 64).to(dtype), torch.randn(40, 32)
+    theirs, ours = pairs(lambda: ApplyRotaryEmb(is_neox_style=neox, **options))
+    for x in (qkv[:, :, 0], qkv[0, :, 1]):
+        assert torch.equal(theirs(x, angles.cos(), angles.sin()), ours(x, angles.cos(), angles.sin()))
+    expected = "rotate", {"interleaved": not neox, "round_products": not in_float32}
+    assert ours._fusednorm_steps(torch.bfloat16) == [expected]
+
+
+@pytest.mark.parametrize("dtype", [*BITS_16, torch.float32])
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("sections", [[12, 10, 10], [24, 4, 4], [8, 12, 4]])
+def test_rotation_by_three_positions(vllms, dtype, interleaved, sections):
+    """All bits, of tokens of images and of text; in place, as vLLM's kernel for GPUs."""
+    from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
+
+    options = {"mrope_section": sections, "mrope_interleaved": interleaved}
+    theirs, ours = pairs(lambda: MRotaryEmbedding(96, 2 * sum(sections), 128, 10000.0, True, dtype, **options))
+    torch.manual_seed(0)
+    qkv = torch.randn(40, 8 * 96).to(dtype)
+    for positions in (torch.randint(0, 512, (3, 40)), torch.randint(0, 512, (40,))):
+        copy = qkv.clone()
+        q, k, _ = copy.split([5 * 96, 2 * 96, 96], -1)
+        expected = theirs(positions, q, k)
+        found = ours(positions, q, k)
+        assert all(map(torch.equal, expected, found))
+        assert found[0].data_ptr() == q.data_ptr()
+        mixed = theirs(positions, qkv[:, :96].double(), qkv[:, :96].double())
+        assert all(map(torch.equal, mixed, ours(positions, qkv[:, :96].double(), qkv[:, :96].double())))
+
+
+@pytest.mark.parametrize("dtype", [*BITS_16, torch.float32])
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("affine", ["both", "weight", "none"])
+def test_layer_norm(vllms, dtype, wide, affine):
+    """As torch's LayerNorm, but for last bits of rstd."""
+    from vllm.model_executor.layers.layernorm import LayerNorm
+
+    options = {"elementwise_affine": affine != "none", "bias": affine == "both"}
+    theirs, ours = pairs(lambda: LayerNorm(256, dtype=torch.float32 if wide else dtype, **options))
+    torch.manual_seed(0)
+    for layer in (theirs, ours):
+        torch.manual_seed(1)
+        for parameter in layer.parameters():
+            parameter.data.uniform_(0.5, 1.5)
+    x = torch.randn(64, 3, 256).to(dtype)
+    if dtype == torch.float32:
+        torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=1e-6)
+    else:
+        assert differing(theirs(x), ours(x)) < 2e-3
+    assert torch.equal(ours(x), fusednorm.layer_norm(x, ours.weight, ours.bias, 1e-5))
+    assert torch.equal(ours.double()(x.double()), theirs.double()(x.double()))
+    assert ours._fusednorm_steps(torch.bfloat16) == [("layer_norm", {"eps": 1e-5})]
 
 
 @pytest.mark.parametrize("dtype", BITS_16)
@@ -324,6 +448,7 @@ def test_norm_of_gated_rows(vllms, dtype, groups):
         layer.float()
     assert torch.equal(ours(x, z), theirs(x, z))
     ours.to(dtype).tp_size, ours.n_groups = 3, 4  # groups that processes share
+    ours._fusednorm_prepare(of("vllm"))
     with pytest.raises(AssertionError):
         ours(x, z)
 
@@ -353,7 +478,7 @@ def test_norm_and_vllms_quantization(vllms):
     from vllm import _custom_ops
     from vllm.ir import ops
 
-    plugin.register()
+    register()
     torch.manual_seed(0)
     x, residual, weight = torch.randn(64, 256).bfloat16(), torch.randn(64, 256).bfloat16(), torch.rand(256).bfloat16()
     flags = {"round_sum": False, "round_norm": True}
@@ -373,7 +498,7 @@ def test_compiled(vllms):
     from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNormGated
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-    plugin.register()
+    register()
     gate, gated = SiluAndMul(), RMSNormGated(64, dtype=torch.bfloat16)
     norm, rotary = GemmaRMSNorm(64).bfloat16(), RotaryEmbedding(64, 64, 128, 10000.0, True, torch.bfloat16)
     positions, qkv = torch.arange(40), torch.randn(40, 256).bfloat16()
@@ -414,7 +539,7 @@ def contract_of(model):
 def test_contract_of_the_familys_rounding(vllms, monkeypatch):
     """A rotation that layers share is a step of each. Norms are listed where vLLM prefers a provider of fusednorm's."""
     monkeypatch.setenv("FUSEDNORM_VLLM", "huggingface")
-    plugin.register()
+    register()
     model = engines_model()
     within = [f"layers.{i}: {step}" for i in range(2) for step in ("rotate(round_products=True)", "silu_and_mul()")]
     norms = ["norm: rms_norm(eps=1e-06, round_norm=True)", "gemma: rms_norm(eps=1e-06, weight_offset=1.0)"]
@@ -430,7 +555,7 @@ def test_contract_of_the_familys_rounding(vllms, monkeypatch):
 
 def test_contract_of_vllms_rounding(vllms):
     """Which norms get sums shows in their calls, and is no guess before."""
-    plugin.register()
+    register()
     model = engines_model()
     model.contract = "vllm"
     x = torch.randn(4, 64).bfloat16()

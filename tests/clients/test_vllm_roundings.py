@@ -13,6 +13,7 @@ transformers = pytest.importorskip("transformers", reason="its models are traced
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 2}
 SIZES |= {"num_hidden_layers": 2, "head_dim": 16, "vocab_size": 8, "pad_token_id": 0}
 LLAMAS = roundings.of("huggingface")
+IN_FLOAT32 = {"round_products": False}
 ONCE = {"norm": {"round_sum": True, "round_norm": False}}
 
 
@@ -27,6 +28,7 @@ def of_family(config):
         ("Qwen3", {}, {}),
         ("Gemma2", {}, {}),  # whose norms have a row of their own
         ("GptOss", {"num_local_experts": 4}, ONCE),
+        ("Cohere2", {}, {"rotation": IN_FLOAT32, "rotation in steps": IN_FLOAT32}),
         ("Mamba2", {"num_heads": 4, "n_groups": 1, "state_size": 8}, {}),
     ],
 )
