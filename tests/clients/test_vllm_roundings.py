@@ -28,7 +28,7 @@ def of_family(config):
         ("Qwen3", {}, {}),
         ("Gemma2", {}, {}),  # whose norms have a row of their own
         ("GptOss", {"num_local_experts": 4}, ONCE),
-        ("Cohere2", {}, {"rotation": IN_FLOAT32, "rotation in steps": IN_FLOAT32}),
+        ("Cohere2", {"eos_token_id": 0}, {"rotation": IN_FLOAT32, "rotation in steps": IN_FLOAT32}),
         ("Mamba2", {"num_heads": 4, "n_groups": 1, "state_size": 8}, {}),
     ],
 )
