@@ -20,7 +20,15 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 KIT = "fusednorm.conformance"
 TEST = ("python", "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--backend")
-FEW = (f"{KIT}.test_golden", f"{KIT}.test_gradients::test_data")
+FEW = (f"{KIT}.test_golden", f"{KIT}.test_gradients::test_data", f"{KIT}.test_operations::test_data")
+BENCH = ("python", "-P", "-m", "fusednorm", "bench", "--device", "cuda", "--backends", "cuda", "triton")
+
+#: All that `bench` times, but for `add_norm` and its gradients, which have steps of their own with all shapes.
+OPS = """norm layer_norm add_layer_norm norm_add norm_add_norm add_norm_int8 add_norm_fp8 add_norm_fp8_block rms_norm_quant
+    layer_norm_quant fused_add_layer_norm_quant silu_and_mul_quant relu2_quant quantize gate silu_and_mul gelu_and_mul
+    gelu_tanh_and_mul gelu relu2 softcap norm_gated l2_norm rotate qk_norm_rope modulate log_softmax logsumexp
+    selected_log_prob selected_log_prob_and_entropy norm_add_norm_backward silu_and_mul_backward norm_gated_backward
+    qk_norm_rope_backward"""
 
 #: What is run, for how many seconds at most. Bits come first: without them no time matters.
 STEPS = {
@@ -29,8 +37,9 @@ STEPS = {
     "kit_triton": (120, (*TEST, "triton", "-n", "8", "--certificate", "OUT/triton.json", "--pyargs", KIT)),
     "gpu_cuda": (40, (*TEST, "cuda", "tests/backends/test_gpu.py", "tests/backends/test_large.py")),
     "gpu_triton": (40, (*TEST, "triton", "tests/backends/test_gpu.py", "tests/backends/test_large.py")),
-    "bench": (100, ("python", "-P", "-m", "fusednorm", "bench", "--device", "cuda", "--backends", "cuda", "triton")),
-    "bench_backward": (60, ("python", "-P", "-m", "fusednorm", "bench", "--device", "cuda", "--ops", "backward")),
+    "bench": (60, (*BENCH, "--ops", "add_norm")),
+    "bench_backward": (60, (*BENCH, "--ops", "backward")),
+    "bench_steps": (90, (*BENCH, "--ops", *OPS.split(), "--peers", "--dtypes", "bfloat16", "--shapes", "2048x4096")),
     "log_prob": (30, ("python", "-P", "benchmarks/gpu_log_prob.py", "cuda", "triton")),
     "host": (30, ("python", "-P", "benchmarks/gpu_host_cost.py", "cuda")),
     "train": (60, ("python", "-P", "benchmarks/train.py", "--device", "cuda", "--minutes", "0.1")),

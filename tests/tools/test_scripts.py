@@ -1,11 +1,15 @@
-"""Scripts of benchmarks/ that pages name: training with each norm, and pictures of figures."""
+"""Scripts of benchmarks/ that pages name: training with each norm, pictures of figures, and a GPU's session."""
 
 import json
 import subprocess
 import sys
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from fusednorm.tools.measure.workloads import GRADIENTS, every_measured
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 
@@ -44,3 +48,18 @@ def test_pictures(tmp_path, command):
     run("-m", "fusednorm", *command, "--json", file)
     run(SCRIPTS / "plot.py", file, picture)
     assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_session_on_a_gpu_times_every_operation(monkeypatch):
+    """And its tests, scripts and modules are there."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    session = import_module("gpu_session")
+    words = [word for _, command in session.STEPS.values() for word in command]
+    assert {*every_measured(), *GRADIENTS} <= set(words)
+    assert {*session.OPS.split()} <= {*every_measured(), *GRADIENTS}
+    for word in words:
+        if word.endswith(".py"):
+            assert (SCRIPTS.parent / word).is_file(), word
+        if word.startswith("fusednorm."):
+            module, _, test = word.partition("::")
+            assert f"def {test}" in Path(find_spec(module).origin).read_text() if test else find_spec(module), word
