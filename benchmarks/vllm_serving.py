@@ -1,10 +1,12 @@
 """Requests per second of vLLM with the plug-in and without it, on the CPU.
 
     python -P benchmarks/vllm_serving.py [--rounds 5] [--threads 1]
+    python -P benchmarks/vllm_serving.py --streams 8    # two servers, and so many HTTP requests at a time
     python -P benchmarks/vllm_serving.py --dry-run      # a tiny model: shows that it runs, measures nothing
 
 Two engines, each in a process of its own, answer the same requests in turns: one with ``FUSEDNORM_VLLM=off``, the other
 with ``vllm``. First, which is not timed, their greedy tokens are compared; if any differs, nothing is printed but that.
+With ``--streams`` they are servers with their own processes, and each request is a stream of tokens over HTTP.
 """
 
 from __future__ import annotations
@@ -13,11 +15,16 @@ import argparse
 import json
 import os
 import random
+import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +146,26 @@ def quantize_saved(folder: str) -> None:
     config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": quantization}))
 
 
+def prompts_of(sizes: dict[str, int], requests: int) -> list[list[int]]:
+    """The ids of the requests' prompts, from 8 to 63 each."""
+    generator = random.Random(0)
+    return [
+        [generator.randrange(sizes["vocab_size"]) for _ in range(generator.randrange(8, 64))] for _ in range(requests)
+    ]
+
+
+def environment(mode: str, threads: int) -> dict[str, str]:
+    """Of an engine's processes, with the plug-in's mode."""
+    return {
+        **os.environ,
+        "FUSEDNORM_VLLM": mode,
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
 def serve(model: str, dtype: str, eager: bool, sizes: dict[str, int], requests: int, tokens: int) -> None:
     """Loads an engine; for every line read, answers all requests, and writes the tokens and the seconds."""
     from vllm import LLM, SamplingParams
@@ -152,11 +179,7 @@ def serve(model: str, dtype: str, eager: bool, sizes: dict[str, int], requests: 
         max_num_seqs=32,
         enable_prefix_caching=False,
     )
-    generator = random.Random(0)
-    prompts = [
-        {"prompt_token_ids": [generator.randrange(sizes["vocab_size"]) for _ in range(generator.randrange(8, 64))]}
-        for _ in range(requests)
-    ]
+    prompts = [{"prompt_token_ids": ids} for ids in prompts_of(sizes, requests)]
     greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
     for _ in sys.stdin:
         start = time.perf_counter(), time.process_time()
@@ -171,18 +194,9 @@ class Engine:
     """A process that serves, with the plug-in's mode given."""
 
     def __init__(self, mode: str, threads: int, arguments: list[Any]) -> None:
-        environment = {
-            **os.environ,
-            "FUSEDNORM_VLLM": mode,
-            "OMP_NUM_THREADS": str(threads),
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
         self.process = subprocess.Popen(
             [sys.executable, "-P", __file__, "--serve", json.dumps(arguments)],
-            env=environment,
+            env={**environment(mode, threads), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -207,12 +221,85 @@ class Engine:
         self.process.wait()
 
 
-def compare(arguments: list[Any], requests: int, rounds: int, threads: int) -> dict[str, Any] | str:
+class Server:
+    """A server of vLLM, which answers streams over HTTP, some at the same time; the plug-in's mode is given."""
+
+    def __init__(self, mode: str, threads: int, arguments: list[Any], streams: int) -> None:
+        self.model, dtype, eager, sizes, requests, self.tokens = arguments
+        self.prompts, self.streams = prompts_of(sizes, requests), streams
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.address = f"http://127.0.0.1:{port}"
+        self.opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        command = f"""-P -m vllm.entrypoints.openai.api_server --model {self.model} --host 127.0.0.1 --port {port}
+            --skip-tokenizer-init --dtype {dtype} --max-model-len 256 --max-num-seqs 32 --no-enable-prefix-caching"""
+        self.process = subprocess.Popen(
+            [sys.executable, *command.split(), *["--enforce-eager"] * eager],
+            env=environment(mode, threads),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def answer(self) -> dict[str, Any]:
+        """One round of all requests, once the server listens."""
+        while True:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"a server ended with exit status {self.process.returncode}")
+            try:
+                self.opener.open(f"{self.address}/health").close()
+                break
+            except urllib.error.URLError:  # not there yet
+                time.sleep(0.5)
+        start = time.perf_counter(), self.of_processor()
+        with ThreadPoolExecutor(self.streams) as pool:
+            tokens = list(pool.map(self.stream, self.prompts))
+        seconds, of_processor = time.perf_counter() - start[0], self.of_processor() - start[1]
+        return {"seconds": seconds, "of_processor": of_processor, "tokens": tokens}
+
+    def stream(self, prompt: list[int]) -> list[int]:
+        """The tokens of a request, as they come."""
+        request = {"model": self.model, "prompt": prompt, "max_tokens": self.tokens, "temperature": 0, "stream": True}
+        request |= {"ignore_eos": True, "return_token_ids": True, "detokenize": False}
+        headers = {"Content-Type": "application/json"}
+        posted = urllib.request.Request(f"{self.address}/v1/completions", json.dumps(request).encode(), headers)
+        tokens: list[int] = []
+        with self.opener.open(posted) as lines:
+            for line in lines:
+                if line.startswith(b"data: {"):
+                    tokens += json.loads(line.removeprefix(b"data: "))["choices"][0]["token_ids"]
+        return tokens
+
+    def of_processor(self) -> float:
+        """Seconds of processor time of the server's processes so far."""
+        ticks = 0
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = path.read_text().rpartition(")")[2].split()
+            except OSError:  # it has ended
+                continue
+            if int(fields[3]) == self.process.pid:  # its session
+                ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    def close(self) -> None:
+        """Ends the server's processes."""
+        os.killpg(self.process.pid, signal.SIGTERM)
+        self.process.wait()
+
+
+def compare(
+    arguments: list[Any], requests: int, rounds: int, threads: int, streams: int | None = None
+) -> dict[str, Any] | str:
     """The rounds' requests per second and ratios, by the clock and by processor time; or what is wrong.
 
     Other programs on the machine disturb the processor time of an engine less than the clock.
     """
-    engines = {mode: Engine(mode, threads, arguments) for mode in ("off", "vllm")}
+    engines: dict[str, Engine | Server] = {
+        mode: Server(mode, threads, arguments, streams) if streams else Engine(mode, threads, arguments)
+        for mode in ("off", "vllm")
+    }
     try:
         first = {mode: engine.answer()["tokens"] for mode, engine in engines.items()}
         if first["off"] != first["vllm"]:
@@ -240,6 +327,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=32, help="generated for each request")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--streams", type=int, help="serve over HTTP, so many requests at a time")
     parser.add_argument("--dry-run", action="store_true", help="a tiny model and one round")
     parser.add_argument("--only", nargs="*", help="measure these models alone, such as Llama or 'Llama W8A8'")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
@@ -256,7 +344,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             save_model(folder, architecture, sizes, bool(int8))
             arguments = [folder, dtype, eager, sizes, options.requests, options.tokens]
-            found = compare(arguments, options.requests, rounds, options.threads)
+            found = compare(arguments, options.requests, rounds, options.threads, options.streams)
         way = "eager" if eager else "compiled"
         if isinstance(found, str):
             sys.exit(f"{model}, {dtype}, {way}: {found}")
