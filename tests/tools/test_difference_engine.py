@@ -110,6 +110,13 @@ def test_a_step_that_the_trainer_lacks():
     assert compared == 5 * TOKENS
 
 
+def test_a_rotation_of_a_vision_tower_is_not_taken_for_one_of_text():
+    """Its arguments are heads and two tables; no head size tells them apart."""
+    heads, table = rows(TOKENS, 2, 16), rows(TOKENS, 8)
+    (found, *_), compared = replayed(made(), [Call(f"{LAYER}self_attn", (heads, table, table), [heads], None)])
+    assert (found.reason, compared) == ("only in the engine", 0)
+
+
 @pytest.mark.parametrize(
     ("family", "more", "name", "flags"),
     [

@@ -133,10 +133,10 @@ def _again(trainer: torch.nn.Module, module: Any, call: Call) -> list[Tensor] | 
             return [module(z)]
         case PatchedActivations(), both:
             return [module.of_both(both)]
-        case PatchedAttention(), positions, q, k:
+        case PatchedAttention(), positions, q, k if call.head_size is not None:  # else a vision tower's rotation
             tables: Any = next(one for one in trainer.modules() if isinstance(one, PatchedTables))
             of_kind = [module.layer_type] if hasattr(tables, "layer_types") else []
-            heads = [x.view(1, len(positions), -1, call.head_size) for x in (q, k)]
-            rotated = module.rotated(*heads, tables(q, positions[None], *of_kind))
+            heads = [x.view(1, len(q), -1, call.head_size) for x in (q, k)]
+            rotated = module.rotated(*heads, tables(q, positions.unsqueeze(-2), *of_kind))  # one or three of a token
             return None if rotated is None else [x.reshape(q.shape[0], -1) for x in rotated]
     return None
