@@ -232,19 +232,17 @@ def _mrope(
         return _rotary_embedding(layer, flags, positions, query, key)
     if query.dtype not in _FLOATS or key.dtype != query.dtype:
         return None
-    table = layer._match_cos_sin_cache_dtype(query)
-    sections = _sections(layer.mrope_section, layer.mrope_interleaved).repeat(2)  # of cosines, and of sines
-    cos, sin = table[positions[sections].T, torch.arange(len(sections))].chunk(2, dim=-1)
+    part = torch.tensor(2 * _parts(layer.mrope_section, layer.mrope_interleaved))  # of the cosines, and of the sines
+    first, second, third = layer._match_cos_sin_cache_dtype(query)[positions]
+    cos, sin = third.where(part == 2, second.where(part == 1, first)).chunk(2, dim=-1)
     return _rotated(layer, flags, query, key, cos, sin, None)
 
 
-def _sections(sizes: list[int], interleaved: bool) -> Tensor:
+def _parts(sizes: list[int], interleaved: bool) -> list[int]:
     """Which of the three positions each pair of numbers takes."""
-    if not interleaved:
-        return torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
-    pairs = torch.arange(sum(sizes))
-    of_pair = pairs % 3
-    return of_pair.where(pairs < 3 * torch.tensor(sizes)[of_pair], 0)
+    if interleaved:
+        return [pair % 3 if pair < 3 * sizes[pair % 3] else 0 for pair in range(sum(sizes))]
+    return [part for part, size in enumerate(sizes) for _ in range(size)]
 
 
 def _apply_rotary_emb_step(layer: Any, of_model: Roundings) -> tuple[str, dict[str, Any]] | None:
