@@ -320,12 +320,9 @@ def _layers() -> list[Layer]:
     oai = {"alpha": 1.702, "limit": 7.0}
     mixer = "mamba.mamba_mixer2", "Mixer2RMSNormGated"
     rotation = _rotary_embedding_step, _rotary_embedding
-    clamped = {"swiglu_limit": 7.0, "alpha": 1.702, "beta": 1.0}
     parts = {"rotary_dim": 64, "mrope_section": [12, 12, 8], "mrope_interleaved": True}
     parts["apply_rotary_emb"] = SimpleNamespace(forward_native=_vllms_rotation)
     of_image = positions * torch.tensor([[1], [2], [3]], device="cpu") % 16
-    tower = {"_enforce_enable": True, "is_neox_style": True, "enable_fp32_compute": False}
-    of_tower = x.view(16, 4, 64), *table.float().chunk(2, -1)
     return [
         Layer("activation", "SiluAndMul", _silu_and_mul_step, _silu_and_mul, {}, (z,), within=True),
         Layer("activation", "MulAndSilu", _silu_and_mul_step, _mul_and_silu, {}, (z,), within=True),
@@ -334,8 +331,12 @@ def _layers() -> list[Layer]:
         ),
         Layer("activation", "SwigluOAIAndMul", _swiglu_oai_step, _with_flags, oai, (4 * z,), within=True),
         Layer(
-            *("activation", "SiluAndMulWithClamp", _silu_and_mul_with_clamp_step, _with_flags),
-            *(clamped, (4 * z,)),
+            "activation",
+            "SiluAndMulWithClamp",
+            _silu_and_mul_with_clamp_step,
+            _with_flags,
+            attributes={"swiglu_limit": 7.0, "alpha": 1.702, "beta": 1.0},
+            arguments=(4 * z,),
             within=True,
         ),
         Layer("activation", "SwigluStepAndMul", _swiglu_step_step, _with_flags, {"limit": 1.0}, (4 * z,), within=True),
@@ -347,14 +348,22 @@ def _layers() -> list[Layer]:
         Layer(*mixer, _norm_of_gated_step, _norm_of_gated, {"weight": of_row, **groups}, (x, z)),
         Layer("rotary_embedding", "RotaryEmbedding", *rotation, rotary, (positions, x, z), heirs=True, within=True),
         Layer(
-            *("rotary_embedding", "MRotaryEmbedding", _mrope_step, _mrope),
-            *({**rotary, **parts}, (of_image, x, z)),
+            "rotary_embedding",
+            "MRotaryEmbedding",
+            _mrope_step,
+            _mrope,
+            attributes={**rotary, **parts},
+            arguments=(of_image, x, z),
             heirs=True,
             within=True,
         ),
         Layer(
-            *("rotary_embedding.common", "ApplyRotaryEmb", _apply_rotary_emb_step, _apply_rotary_emb),
-            *(tower, of_tower),
+            "rotary_embedding.common",
+            "ApplyRotaryEmb",
+            _apply_rotary_emb_step,
+            _apply_rotary_emb,
+            attributes={"_enforce_enable": True, "is_neox_style": True, "enable_fp32_compute": False},
+            arguments=(x.view(16, 4, 64), *table.float().chunk(2, -1)),
             within=True,
         ),
     ]
@@ -429,6 +438,7 @@ def _class(cls: Any, layer: Layer, contract: str) -> Any:
         self._fusednorm_prepare(of_model(contract, get_current_vllm_config()))
 
     def prepare(self: Any, roundings: Roundings) -> None:
+        """Keeps the step. A provider's depends on vLLM's order of preference, which may change."""
         self._fusednorm_roundings = roundings
         self._fusednorm_step = ("", {}) if layer.by_provider else layer.step(self, roundings)
 
