@@ -42,14 +42,12 @@ def run(job, prompts):
     """A job's greedy tokens, their log-probabilities, the providers in vLLM's order, and calls of fusednorm."""
     from vllm import LLM, SamplingParams
     from vllm.ir import ops
-    from vllm.plugins import load_general_plugins
 
-    load_general_plugins()  # which tries vLLM's roundings, so before calls are counted
-    counts = {}
+    llm = LLM(**job, skip_tokenizer_init=True, max_model_len=64, max_num_seqs=32, seed=0)
+    counts = {}  # from here on: the plug-in has tried vLLM's roundings and layers
     # Plain calls do not go through torch. Compiled code does: it calls operations that the profiler sees.
     eager = job["enforce_eager"]
     undo = [count(counts, name) for name in CALLED] if eager else []
-    llm = LLM(**job, skip_tokenizer_init=True, max_model_len=64, max_num_seqs=32, seed=0)
     greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False, logprobs=0)
     with nullcontext() if eager else torch.profiler.profile() as profile:
         outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], greedy, use_tqdm=False)
