@@ -1,6 +1,7 @@
 """Operands and calls for the tests: every dtype, layout and kind of data, in guarded memory."""
 
 import functools
+import heapq
 import inspect
 import itertools
 import struct
@@ -42,14 +43,30 @@ def covering(*axes, turn=0):
 
 def pairwise(*axes, turn=0):
     """:func:`covering`, whatever :data:`EVERYTHING` says."""
-    rows = list(itertools.product(*axes))
+    places = _places(tuple(map(len, axes)), turn)
+    return [tuple(axis[place] for axis, place in zip(axes, row, strict=True)) for row in places]
+
+
+@functools.cache
+def _places(sizes, turn):
+    """The rows of :func:`pairwise`, of axes of these sizes: each is the first of those with most missing pairs."""
+
+    def pairs(row):
+        return set(itertools.combinations(enumerate(row), min(2, len(row))))
+
+    rows = list(itertools.product(*map(range, sizes)))
     rows = rows[turn % len(rows) :] + rows[: turn % len(rows)]
-    pairs = [frozenset(itertools.combinations(enumerate(row), min(2, len(row)))) for row in rows]
-    missing, chosen = set().union(*pairs), []
+    missing, chosen = set().union(*map(pairs, rows)), []
+    # A row never has more missing pairs than when it was last looked at: few rows are looked at again.
+    most = [(-len(missing), index) for index in range(len(rows))]
     while missing:
-        best = max(range(len(rows)), key=lambda index: len(pairs[index] & missing))
-        missing -= pairs[best]
-        chosen.append(rows[best])
+        _, index = heapq.heappop(most)
+        count = len(pairs(rows[index]) & missing)
+        if most and (-count, index) > most[0]:
+            heapq.heappush(most, (-count, index))
+        else:
+            missing -= pairs(rows[index])
+            chosen.append(rows[index])
     return chosen
 
 
