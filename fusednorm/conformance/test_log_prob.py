@@ -78,6 +78,10 @@ def test_whole_rows(mode, agree, function, dtype):
 @pytest.mark.parametrize("function", SELECTING)
 @pytest.mark.left_out("triton_cpu")
 @pytest.mark.left_out("triton_ptx", but=["selected_log_prob_and_entropy-float32"])
+@pytest.mark.left_out(
+    "cuda",
+    but=["selected_log_prob-bfloat16", *(f"selected_log_prob_and_entropy-{of}" for of in ("float32", "float64"))],
+)
 def test_ids(mode, agree, function, dtype):
     """Ids of every kind, some that are ignored, with a cap and temperatures."""
     for softcap, temperature, ignored, kind, several, hidden, data in covering(

@@ -1,6 +1,5 @@
 """Every operation has the oracle's bits, with all flags, dtypes and kinds of data, and the bits of its steps."""
 
-import itertools
 import math
 from dataclasses import replace
 
@@ -201,6 +200,7 @@ def test_gates(mode, agree, activation, y_dtype):
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=dtype_name)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.left_out("triton_cpu", of=["*-float16"])
 def test_every_16_bit_gate(mode, agree, activation, dtype):
     """The 65,536 numbers: the function's value in float32, as it is rounded, and its derivative."""
     z = torch.arange(-(2**15), 2**15, dtype=torch.int32, device="cpu").to(torch.int16).view(dtype).view(64, 1024)
@@ -404,14 +404,17 @@ def steps_of_rotations(dtype):
 def steps_of_quantizers(dtype):
     """A norm or a gate, and a quantizer."""
     x, residual, weight = operands(Case(7, 512).of(dtype))
-    for quantization, between in itertools.product(PRESETS.values(), (None, F32)[: 1 + (dtype != F64)]):
+    axes = PRESETS.values(), (None, F32)[: 1 + (dtype != F64)], (True, False)
+    for quantization, between, normalises in covering(*map(tuple, axes)):
         more, about = {"quantization": quantization, **scales_given(quantization)}, f"{quantization}, {between}"
-        y, total = fusednorm.fused_add_rms_norm(x, residual, weight, out_dtype=between)
-        found = fusednorm.fused_add_rms_norm_quant(x, residual, weight, between=between, **more)
-        yield bytes_of(found), bytes_of((*fusednorm.quantize(y, **more), total)), f"a norm, {about}"
-        product = fusednorm.gate(x, residual, out_dtype=F32) if between else fusednorm.silu_and_mul(residual, x)
-        found = fusednorm.silu_and_mul_quant(residual, x, between=between, **more)
-        yield bytes_of(found), bytes_of(fusednorm.quantize(product, **more)), f"a gate, {about}"
+        if normalises:
+            y, total = fusednorm.fused_add_rms_norm(x, residual, weight, out_dtype=between)
+            found = fusednorm.fused_add_rms_norm_quant(x, residual, weight, between=between, **more)
+            yield bytes_of(found), bytes_of((*fusednorm.quantize(y, **more), total)), f"a norm, {about}"
+        else:
+            product = fusednorm.gate(x, residual, out_dtype=F32) if between else fusednorm.silu_and_mul(residual, x)
+            found = fusednorm.silu_and_mul_quant(residual, x, between=between, **more)
+            yield bytes_of(found), bytes_of(fusednorm.quantize(product, **more)), f"a gate, {about}"
 
 
 STEPS = (
