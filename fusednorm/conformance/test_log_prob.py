@@ -56,7 +56,7 @@ def ids_of(rows, hidden, several, dtype, ignored):
     if ignored is not None:
         ids[0] = ignored
         if several > 1:
-            ids[1, 1] = ignored
+            ids[1, 0] = ignored  # the others of its row count
     elif several > 1:
         ids[1] = ids[1, 0]  # the same id twice
     return ids.to(torch.get_default_device())
