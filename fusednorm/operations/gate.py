@@ -212,7 +212,7 @@ def sigmoid_and_mul(
 ) -> Tensor:
     """``sigmoid(gate) * up``, as the gate of attention in Qwen3.5 has it; otherwise as :func:`silu_and_mul`."""
     if not is_dynamo_compiling():
-        result: Tensor | None = _gate_and_up(gate, up, "sigmoid", between, out)
+        result: Tensor | None = gate_and_up_on_fast_path(gate, up, "sigmoid", between, out)
         if result is not None:
             return result
     return _and_mul(sigmoid_and_mul, "sigmoid", gate, up, between, out)

@@ -69,11 +69,11 @@ class PatchedActivations(Patched):
     def _gate(self, name: str, gate: Tensor, up: Tensor) -> Tensor:
         """``activation(gate) * up``, rounded between both as torch does."""
         activation: Any = self._modules[name]
-        function = _followed(activation, self, name)
-        if function is not None and gate.dtype == up.dtype:
-            y: Tensor | None = None if is_dynamo_compiling() else gate_and_up_on_fast_path(gate, up, function)
+        kind = self._fusednorm.get(name, _NONE)
+        if _is(activation, kind) and gate.dtype == up.dtype:
+            y: Tensor | None = None if is_dynamo_compiling() else gate_and_up_on_fast_path(gate, up, kind[2])
             if y is None and gate.shape == up.shape and gate.device == up.device:
-                y = _FUNCTIONS[function](gate, up)
+                y = _FUNCTIONS[kind[2]](gate, up)
             if y is not None:
                 return y
         product: Tensor = activation(gate) * up
@@ -109,13 +109,6 @@ def _is(activation: Any, kind: _Kind) -> bool:
     """Whether a call of the activation is what was traced."""
     of_class: Any = kind[0]
     return type(activation) is of_class and kind[1].hold(activation) and bare(activation)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator] # a compiler looks at a module's class anyway
-def _followed(activation: Any, module: PatchedActivations, name: str) -> str | None:
-    """The function of the module's activation of this name; None if a call of it is not what was traced."""
-    kind: _Kind = module._fusednorm.get(name, _NONE)
-    return kind[2] if _is(activation, kind) else None
 
 
 class PatchedGate(PatchedActivations):

@@ -111,7 +111,7 @@ class PatchedAttention(Patched):
         if rotation is None or rotation.to_halves:
             cos, sin = tables
             return function(x, cos, sin, **site.arguments)
-        flags = {"interleaved": rotation.interleaved, "round_products": rotation.round_products}
+        flags: dict[str, Any] = {"interleaved": rotation.interleaved, "round_products": rotation.round_products}
         if rotation.heads == 1:
             return rotate(x.transpose(1, 2), *tables.angles, **flags).transpose(1, 2)
         return rotate(x, *tables.angles, **flags)
@@ -175,7 +175,7 @@ class PatchedGatedAttention(PatchedAttention, PatchedActivations):
 
     def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
         """For :func:`fusednorm.contract`."""
-        products = [(name, {}) for name in sorted(products_of(self._made_of[0]))]
+        products: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in sorted(products_of(self._made_of[0]))]
         return [*PatchedAttention._fusednorm_steps(self, of_rows), *products]
 
 
@@ -365,7 +365,7 @@ def patch_rotations(
             yield type(module).__name__, False, "no module of the model has the tables that its rotation takes"
             continue
         fused = "q/k norm and rotation fused" if any(site.norms for site in sites) else "rotation of q and k fused"
-        products = products_of(type(module)) if gates else frozenset()
+        products = products_of(type(module)) if gates else frozenset()  # type: ignore[arg-type] # classes have a hash
         mixin = PatchedGatedAttention if products else PatchedAttention
         outcome = attach(module, mixin, norms, changed or True, ", ".join([fused, *sorted(products)]))
         done |= outcome[1]
