@@ -126,6 +126,8 @@ class _Operation(Operation):
         """The results for plain operands that C has read, where gradients are recorded; or None."""
         if others.pop("out", None) is not None or must_be_seen.transforms_active():
             return None
+        if others.get("out_dtype") is not None:  # C has not looked at it yet
+            self.declaration.checked_flags((logits,), {"out_dtype": others["out_dtype"]})
         if "temperature" in others:
             others["temperature"] = _of_rows(logits, others["temperature"])
         given = [others.get(name) for name in self._names[1:]]

@@ -160,6 +160,13 @@ def test_what_is_refused_is_named():
             selected_log_prob(logits, ids)
     with pytest.raises(TypeError, match="temperature is float64 while logits is float32"):
         selected_log_prob(logits, IDS, temperature=TEMPERATURE)
+    log_softmax(logits)  # opens the fast path, which leaves the dtype of a recorded result to Python
+    for dtype, why in (
+        (torch.float64, "is float64 while logits is float32"),
+        (torch.int32, "must be torch.float16, .*got torch.int32"),
+    ):
+        with pytest.raises(TypeError, match=f"out_dtype {why}"):
+            log_softmax(logits.requires_grad_(), out_dtype=dtype)
 
 
 PLAIN, HALF, DOUBLE = LOGITS.float(), LOGITS.bfloat16(), LOGITS.clone()
