@@ -46,7 +46,7 @@ FAMILIES = {
     "BERT": ("BertConfig", {}, 7, 7, 0, -1),
     "RoBERTa": ("RobertaConfig", {}, 7, 7, 0, 0),
     "DistilBERT": ("DistilBertConfig", {"dim": 64, "hidden_dim": 128, "n_layers": 3, "n_heads": 4}, 7, 7, 0, -1),
-    "BART": ("BartConfig", TWO_STACKS, 17, 12, 0, 3),
+    "BART": ("BartConfig", TWO_STACKS, 17, 14, 0, 2),
     "ModernBERT": ("ModernBertConfig", {"cls_token_id": 1, "sep_token_id": 2}, 7, 6, 3, 0),
     "Whisper": ("WhisperConfig", TWO_STACKS | WHISPER, 17, 6, 3, 0),  # an ``if`` parts other additions from their norms
     "ViT": ("ViTConfig", {"image_size": 16, "patch_size": 4}, 7, 6, 3, 0),
