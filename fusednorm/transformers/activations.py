@@ -249,7 +249,7 @@ class Products(ast.NodeTransformer):
         return node
 
     def _value(self, node: ast.expr) -> Any:
-        """What a name of the method's module is now, or an attribute of it; None for another expression."""
+        """The present value of a name of the method's module, or of an attribute of it; None for another expression."""
         match node:
             case ast.Name(id=name):
                 return self.names.get(name)
