@@ -26,7 +26,7 @@ DIGESTS = {"intel": "b2a45f0de38df42f", "zen4": "867bece0a5eba786", "zen5": "191
 def choices(root, *arguments):
     """The program's lines: of a processor, an instruction set, kinds and an operation, wherever a choice changes."""
     run = [str(root / f"cpu/run/{name}.c") for name in ("isa", "threads", "scratch", "tuning", "run")]
-    run += [str(root / f"cpu/run/{name}.c") for name in ("gate", "backward", "chain", "rotate", "log_prob")]
+    run += [str(root / f"cpu/run/{name}.c") for name in ("gate", "backward", "chain", "rotate", "declared")]
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder, "choices")
         options = ("-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-rdynamic", f"-I{root}/cpu")
