@@ -1,4 +1,4 @@
-"""Draws the pictures of README.md and docs/ from norms.csv and the tables in docs/, and prints README's figures.
+"""Draws the pictures of README.md and docs/ from norms.csv, errors.csv and docs/rl.md, and prints README's figures.
 
 ``python docs/images/draw.py`` writes the files anew. A test compares the files with the tables.
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import math
-import re
 from collections.abc import Callable, Iterable
 from html import escape
 from pathlib import Path
@@ -246,7 +245,7 @@ def performance() -> str:
     return svg(top - 30, "Lines: gigabytes per second of fusednorm and others, for three dtypes", *parts)
 
 
-#: The classes of errors in the tables of docs/compare.md, in ulp, and how each is drawn.
+#: The classes of errors in errors.csv, in ulp, and how each is drawn.
 CLASSES = dict(
     zip(
         ("0", "1", "2", "3-4", "5-8", "over 8"),
@@ -256,7 +255,7 @@ CLASSES = dict(
 )
 
 
-#: What each entry of the tables' column "rounds" means, in the order in which the picture shows it.
+#: The meaning of each entry of the column "rounds", in the order in which the picture shows it.
 ROUNDS = {
     "sum": "rounds the sum",
     "as compiled": "rounds as compiled",
@@ -269,19 +268,21 @@ ROUNDS = {
 
 def compare() -> str:
     """Shares of elements by their error, and whose bits change with the batch."""
-    page = (DOCS / "compare.md").read_text()
+    with (DOCS / "images" / "errors.csv").open() as file:
+        measured = list(csv.DictReader(file))
     parts = [text(14, 26, "Errors in ulp, share of elements", size=16, bold=True)]
     parts.append(text(14, 45, "1025 rows of 4096 elements on an AMD Zen 4", colour="#57606a"))
     for index, (name, colour) in enumerate(CLASSES.items()):
         parts += [bar(14 + 66 * index, 57, 11, 11, colour), text(29 + 66 * index, 67, name, size=12)]
     at = 96.0
     for dtype in ("bfloat16", "float32"):
-        rows = re.findall(r"│(.+)│", page.split(f"    {dtype}\n")[1].split("└")[0])
+        rows = [row for row in measured if row["dtype"] == dtype]
         parts.append(text(14, at, dtype, bold=True))
         at += 22
         drawn = set()
-        for name, rounds, *figures in sorted(map(_cells, rows), key=lambda cells: list(ROUNDS).index(cells[1])):
-            counts, batches = tuple(map(int, figures[2:8])), figures[9]
+        for row in sorted(rows, key=lambda row: list(ROUNDS).index(row["rounds"])):
+            name, rounds, batches = row["implementation"], row["rounds"], row["batches"]
+            counts = tuple(int(row[errors]) for errors in CLASSES)
             if (name, counts) in drawn:  # in float32 the flags change nothing
                 continue
             drawn.add((name, counts))
@@ -298,10 +299,6 @@ def compare() -> str:
             at += 34
         at += 10
     return svg(at - 18, "Stacked bars: the share of elements with each error, of fusednorm and others", *parts)
-
-
-def _cells(row: str) -> list[str]:
-    return [cell.strip() for cell in row.split("│")]
 
 
 PICTURES = {
