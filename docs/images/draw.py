@@ -1,4 +1,4 @@
-"""Draws the pictures of README.md and docs/ from norms.csv, errors.csv and docs/rl.md, and prints README's figures.
+"""Draws the pictures of README.md and docs/ from the CSV files beside it and docs/rl.md; prints README's figures.
 
 ``python docs/images/draw.py`` writes the files anew. A test compares the files with the tables.
 
@@ -169,11 +169,14 @@ def rl_promise() -> str:
             "mean difference, in thousandths, by step",
         ),
     )
+    with (DOCS / "images" / "rl_promise.csv").open() as file:
+        measured = list(csv.DictReader(file))
     parts = []
     top, height = 92.0, 150.0
     for (title, first, words), most, each in zip(panels, (15, 15), (5, 5), strict=True):
-        numbers, *series = lines("rl.md", first).items()
-        across = {int(number): 52 + (WIDTH - 80) * at / (len(numbers[1]) - 1) for at, number in enumerate(numbers[1])}
+        series = [row for row in measured if row["figure"] == first]
+        numbers = [int(number) for number, cell in series[0].items() if number.isdigit() and cell]
+        across = {number: 52 + (WIDTH - 80) * at / (len(numbers) - 1) for at, number in enumerate(numbers)}
         parts += [text(14, top - 66, title, size=14, bold=True), text(14, top - 48, words, colour="#57606a")]
         for value in range(0, most + 1, each):
             y = top + height * (1 - value / most)
@@ -182,7 +185,8 @@ def rl_promise() -> str:
                 text(40, y + 4, str(value), size=12, anchor="end"),
             ]
         parts += [text(x, top + height + 18, str(number), size=12, anchor="middle") for number, x in across.items()]
-        for at, ((name, cells), colour) in enumerate(zip(series, (RED, GREY), strict=True)):
+        for at, (row, colour) in enumerate(zip(series, (RED, GREY), strict=True)):
+            cells = [row[str(number)] for number in numbers]
             values = [float(cell.rstrip("%")) * (1 if "%" in cell else 1000) for cell in cells]
             line = "L".join(
                 f"{x:.1f} {top + height * (1 - v / most):.1f}" for x, v in zip(across.values(), values, strict=True)
@@ -191,7 +195,7 @@ def rl_promise() -> str:
             x = (14, 200)[at]
             parts += [
                 f'<path d="M{x} {top - 28}h18" stroke="{colour}" stroke-width="3"/>',
-                text(x + 24, top - 24, name, size=12),
+                text(x + 24, top - 24, row["side"], size=12),
             ]
         top += height + 130
     return svg(top - 100, "Lines: elements that differ in each norm, and differences of log-probabilities", *parts)
