@@ -22,7 +22,7 @@ from torch.nn import Parameter, functional
 from torch.overrides import has_torch_function_variadic
 
 from fusednorm.calls import must_be_seen
-from fusednorm.calls.call import Flags
+from fusednorm.calls.call import Flags, NormCall
 from fusednorm.calls.checks import check_operands, requires_grad
 from fusednorm.calls.fast_path import Entry
 from fusednorm.engine.choose import use_backend
@@ -114,7 +114,7 @@ class _Norm:
             return self._by_torch(input, normalized_shape, weight, bias, eps)  # type: ignore[no-any-return]
         with _CPU:
             flags = Flags(self._eps[input.dtype] if eps is None else eps, center=self._center)
-            call = norm.NormCall(self._function, rows, None, of_weight, flags, bias=of_bias, inner=True)
+            call = NormCall(self._function, rows, None, of_weight, flags, bias=of_bias, inner=True)
             y: Tensor = norm.beyond_fast_path(call)
         return y if len(shape) == 1 else y.view(input.shape)
 

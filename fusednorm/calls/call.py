@@ -5,7 +5,7 @@ The front end makes a :class:`Forward` or a :class:`Backward`, and passes it who
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -166,6 +166,33 @@ class Before(NamedTuple):
     between: torch.dtype | None
     #: Whether a norm follows the addition.
     followed: bool
+
+
+class NormCall(NamedTuple):
+    """A call of a public function that normalises; nothing of it has been checked."""
+
+    function: Callable[..., Any]
+    x: Tensor
+    residual: Tensor | None
+    weight: Tensor | None
+    flags: Flags
+    out: Tensor | None = None
+    residual_out: Tensor | None = None
+    bias: Tensor | None = None
+    x_scale: float = 1.0
+    #: A norm of x before the addition; the weight, and the eps of the flags, are then of the norm after it.
+    before: Before | None = None
+    #: Whether it is a part of another call, which has asked what overrides functions.
+    inner: bool = False
+
+    def arguments(self) -> dict[str, Any]:
+        """By the names that functions have for them; other names are there too."""
+        # Without ``_asdict``, which old versions of torch's compiler may not know.
+        values = dict(zip((*NormCall._fields, *Flags._fields), (*self, *self.flags), strict=True))
+        if self.before is not None:
+            values |= dict(zip(Before._fields, self.before, strict=True))
+            values |= {"next_weight": self.weight, "next_eps": self.flags.eps}
+        return values
 
 
 def operation_of(

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from fusednorm.calls import must_be_seen
-from fusednorm.calls.call import Flags
+from fusednorm.calls.call import Flags, NormCall
 from fusednorm.calls.checks import refuse_type
 from fusednorm.calls.fast_path import Entry
-from fusednorm.operations.norm import NormCall, beyond_fast_path
+from fusednorm.operations.norm import beyond_fast_path
 from fusednorm.torch_ops.gradients import Normalise
 
 

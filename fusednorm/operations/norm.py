@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from fusednorm.calls import fast_path, must_be_seen
-from fusednorm.calls.call import Before, Flags, accumulator
+from fusednorm.calls.call import Flags, NormCall, accumulator
 from fusednorm.calls.checks import (
     NAMES,
     check_affine,
@@ -248,33 +247,6 @@ def rms_norm_(
     flags = Flags(eps, weight_offset, True, round_norm)
     y: Tensor = beyond_fast_path(NormCall(rms_norm_, x, None, weight, flags, x, None, bias))
     return y
-
-
-class NormCall(NamedTuple):
-    """A call of a public function that normalises; nothing of it has been checked."""
-
-    function: Callable[..., Any]
-    x: Tensor
-    residual: Tensor | None
-    weight: Tensor | None
-    flags: Flags
-    out: Tensor | None = None
-    residual_out: Tensor | None = None
-    bias: Tensor | None = None
-    x_scale: float = 1.0
-    #: A norm of x before the addition; the weight, and the eps of the flags, are then of the norm after it.
-    before: Before | None = None
-    #: Whether it is a part of another call, which has asked what overrides functions.
-    inner: bool = False
-
-    def arguments(self) -> dict[str, Any]:
-        """By the names that functions have for them; other names are there too."""
-        # Without ``_asdict``, which old versions of torch's compiler may not know.
-        values = dict(zip((*NormCall._fields, *Flags._fields), (*self, *self.flags), strict=True))
-        if self.before is not None:
-            values |= dict(zip(Before._fields, self.before, strict=True))
-            values |= {"next_weight": self.weight, "next_eps": self.flags.eps}
-        return values
 
 
 def beyond_fast_path(call: NormCall) -> Any:

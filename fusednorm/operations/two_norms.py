@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from fusednorm.calls.call import Before, Flags
+from fusednorm.calls.call import Before, Flags, NormCall
 from fusednorm.calls.checks import refuse_type
 from fusednorm.calls.fast_path import Entry
-from fusednorm.operations.norm import NormCall, beyond_fast_path
+from fusednorm.operations.norm import beyond_fast_path
 
 rms_norm_add_on_fast_path = Entry(
     "two_norms",
