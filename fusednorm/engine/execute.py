@@ -23,6 +23,7 @@ from fusednorm.calls.call import (
     GateSteps,
     Heads,
     HeadsNorm,
+    NormCall,
     NormGated,
     NormGatedBackward,
     Operation,
@@ -551,34 +552,23 @@ class Quantizing(NamedTuple):
     residual_out: Tensor | None = None
 
 
-class Norm(NamedTuple):
-    """The arguments of a norm before the quantizer, but x; ``flags.out_dtype`` is the dtype that passes between."""
-
-    residual: Tensor | None
-    weight: Tensor | None
-    flags: Flags
-    bias: Tensor | None = None
-
-
-_NO_NORM = Norm(None, None, Flags())
-
-
-def quantize(x: Tensor, quantizing: Quantizing, norm: Norm | None = None) -> tuple[Tensor, ...] | None:
+def quantize(x: Tensor, quantizing: Quantizing, norm: NormCall | None = None) -> tuple[Tensor, ...] | None:
     """The results of the public functions, for checked operands: of the rows of x, or of a norm of them.
 
     None if several calls must serve them: the backend has no such call, or operands lie otherwise than it can write.
     """
     scale: Any
-    quantization, scale, zero_point, out, scale_out, zero_point_out, normed_out, residual_out = quantizing
+    quantization, scale, zero_point, out, scale_out, zero_point_out, *_ = quantizing
     if quantization.scale_dtype is not None:
         found = quantize(x, quantizing._replace(quantization=quantization.in_float32, scale_out=None), norm)
         return found and _with_scales(found, quantizing)
     of_all = is_given(quantization)
-    residual, weight, flags, bias = norm or _NO_NORM
-    if norm is None:
-        normed_out = residual_out = None
-    else:
-        flags = check_flags(flags, x, residual, None, residual_out)
+    residual = weight = bias = normed_out = residual_out = None
+    flags = Flags()
+    if norm is not None:
+        residual, weight, bias = norm.residual, norm.weight, norm.bias
+        *_, normed_out, residual_out = quantizing
+        flags = check_flags(norm.flags, x, residual, None, residual_out)
     operation = operation_of(x, residual, weight, flags, bias=bias)
     backend = whole_of(operation, Step("quantize", quantization))
     if backend is None or (of_all and scale.numel() != 1):  # kernels take one scale

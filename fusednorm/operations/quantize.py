@@ -10,7 +10,7 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from fusednorm.calls import must_be_seen
-from fusednorm.calls.call import Flags
+from fusednorm.calls.call import Flags, NormCall
 from fusednorm.calls.checks import (
     check_affine,
     check_apart,
@@ -26,7 +26,7 @@ from fusednorm.calls.fast_path import AND_MUL, Entry
 from fusednorm.calls.must_be_seen import Listener
 from fusednorm.calls.quantization import Quantization, computed_by, groups_of, is_given, scales_of
 from fusednorm.engine import execute
-from fusednorm.engine.execute import Norm, Quantizing
+from fusednorm.engine.execute import Quantizing
 from fusednorm.operations.functions import relu2
 from fusednorm.operations.gate import STEPS, checked_operands, silu_and_mul_checked
 from fusednorm.operations.layer_norm import fused_add_layer_norm, layer_norm
@@ -37,30 +37,12 @@ from fusednorm.torch_ops import dtensor_bridge
 
 _quantize = Entry("quantizer", "x packed scale zero_point out scale_out zero_point_out").open()
 _and_mul = Entry("gate", f"x z between {STEPS}", constants={"order": AND_MUL, "activation": "silu"}).open()
-_rms_norm_quant = Entry(
-    "quantizer",
-    "x weight eps packed scale zero_point between weight_offset round_norm out scale_out zero_point_out normed_out",
-    constants={"normalises": True},
-).open()
-_fused_add_rms_norm_quant = Entry(
-    "quantizer",
-    "x residual weight eps packed scale zero_point between weight_offset round_sum round_norm out scale_out "
-    "zero_point_out normed_out residual_out residual_dtype",
-    constants={"normalises": True},
-).open()
-
-
-_layer_norm_quant = Entry(
-    "quantizer",
-    "x weight bias eps packed scale zero_point between weight_offset round_norm out scale_out zero_point_out "
-    "normed_out",
-    constants={"normalises": True, "center": True},
-).open()
-_fused_add_layer_norm_quant = Entry(
+#: Of each norm.
+_norm_quant = Entry(
     "quantizer",
     "x residual weight bias eps packed scale zero_point between weight_offset round_sum round_norm out scale_out "
-    "zero_point_out normed_out residual_out residual_dtype",
-    constants={"normalises": True, "center": True},
+    "zero_point_out normed_out residual_out residual_dtype center",
+    constants={"normalises": True},
 ).open()
 
 
@@ -106,7 +88,7 @@ def quantize(
         )
         if result is not None:
             return result
-    call = _Call(quantize, {"y": y}, Quantizing(quantization, scale, zero_point, out, scale_out, zero_point_out), {})
+    call = _Call(quantize, {"y": y}, Quantizing(quantization, scale, zero_point, out, scale_out, zero_point_out))
     if call.listener is Listener.OVERRIDE:
         return call.handed_over()
     check_operands(y, None, None, None, None, in_memory=call.in_memory, x_name="y")
@@ -146,15 +128,15 @@ def rms_norm_quant(
         RuntimeError: an operand requires grad while gradients are recorded: what is quantized has none.
     """
     if _may_be_fast(quantization, scale_out):
-        result: tuple[Tensor, ...] | None = _rms_norm_quant(
-            x, weight, eps, quantization.packed, scale, zero_point, between, weight_offset, round_norm, out, scale_out,
-            zero_point_out, normed_out,
+        result: tuple[Tensor, ...] | None = _norm_quant(
+            x, None, weight, None, eps, quantization.packed, scale, zero_point, between, weight_offset, True,
+            round_norm, out, scale_out, zero_point_out, normed_out, None, None, False,
         )  # fmt: skip
         if result is not None:
             return result
-    flags = {"eps": eps, "between": between, "weight_offset": weight_offset, "round_norm": round_norm}
+    flags = Flags(eps, weight_offset, True, round_norm, between)
     quantizing = Quantizing(quantization, scale, zero_point, out, scale_out, zero_point_out, normed_out)
-    return _Call(rms_norm_quant, {"x": x, "weight": weight}, quantizing, flags).of_norm()
+    return _of_norm(NormCall(rms_norm_quant, x, None, weight, flags), quantizing)
 
 
 def fused_add_rms_norm_quant(
@@ -193,18 +175,15 @@ def fused_add_rms_norm_quant(
     if residual is None:
         refuse_type("residual", residual)
     if _may_be_fast(quantization, scale_out):
-        result: tuple[Tensor, ...] | None = _fused_add_rms_norm_quant(
-            x, residual, weight, eps, quantization.packed, scale, zero_point, between, weight_offset, round_sum,
-            round_norm, out, scale_out, zero_point_out, normed_out, residual_out, residual_dtype,
+        result: tuple[Tensor, ...] | None = _norm_quant(
+            x, residual, weight, None, eps, quantization.packed, scale, zero_point, between, weight_offset, round_sum,
+            round_norm, out, scale_out, zero_point_out, normed_out, residual_out, residual_dtype, False,
         )  # fmt: skip
         if result is not None:
             return result
-    flags: dict[str, Any] = {"eps": eps, "between": between, "weight_offset": weight_offset}
-    flags |= {"round_sum": round_sum, "round_norm": round_norm, "residual_dtype": residual_dtype}
+    flags = Flags(eps, weight_offset, round_sum, round_norm, between, residual_dtype)
     quantizing = Quantizing(quantization, scale, zero_point, out, scale_out, zero_point_out, normed_out, residual_out)
-    return _Call(
-        fused_add_rms_norm_quant, {"x": x, "residual": residual, "weight": weight}, quantizing, flags
-    ).of_norm()
+    return _of_norm(NormCall(fused_add_rms_norm_quant, x, residual, weight, flags), quantizing)
 
 
 def layer_norm_quant(
@@ -236,15 +215,15 @@ def layer_norm_quant(
         RuntimeError: an operand requires grad while gradients are recorded: what is quantized has none.
     """
     if _may_be_fast(quantization, scale_out):
-        result: tuple[Tensor, ...] | None = _layer_norm_quant(
-            x, weight, bias, eps, quantization.packed, scale, zero_point, between, weight_offset, round_norm, out,
-            scale_out, zero_point_out, normed_out,
+        result: tuple[Tensor, ...] | None = _norm_quant(
+            x, None, weight, bias, eps, quantization.packed, scale, zero_point, between, weight_offset, True,
+            round_norm, out, scale_out, zero_point_out, normed_out, None, None, True,
         )  # fmt: skip
         if result is not None:
             return result
-    flags = {"eps": eps, "between": between, "weight_offset": weight_offset, "round_norm": round_norm}
+    flags = Flags(eps, weight_offset, True, round_norm, between, center=True)
     quantizing = Quantizing(quantization, scale, zero_point, out, scale_out, zero_point_out, normed_out)
-    return _Call(layer_norm_quant, {"x": x, "weight": weight, "bias": bias}, quantizing, flags).of_norm()
+    return _of_norm(NormCall(layer_norm_quant, x, None, weight, flags, bias=bias), quantizing)
 
 
 def fused_add_layer_norm_quant(
@@ -284,17 +263,15 @@ def fused_add_layer_norm_quant(
     if residual is None:
         refuse_type("residual", residual)
     if _may_be_fast(quantization, scale_out):
-        result: tuple[Tensor, ...] | None = _fused_add_layer_norm_quant(
+        result: tuple[Tensor, ...] | None = _norm_quant(
             x, residual, weight, bias, eps, quantization.packed, scale, zero_point, between, weight_offset, round_sum,
-            round_norm, out, scale_out, zero_point_out, normed_out, residual_out, residual_dtype,
+            round_norm, out, scale_out, zero_point_out, normed_out, residual_out, residual_dtype, True,
         )  # fmt: skip
         if result is not None:
             return result
-    flags: dict[str, Any] = {"eps": eps, "between": between, "weight_offset": weight_offset}
-    flags |= {"round_sum": round_sum, "round_norm": round_norm, "residual_dtype": residual_dtype}
+    flags = Flags(eps, weight_offset, round_sum, round_norm, between, residual_dtype, center=True)
     quantizing = Quantizing(quantization, scale, zero_point, out, scale_out, zero_point_out, normed_out, residual_out)
-    inputs = {"x": x, "residual": residual, "weight": weight, "bias": bias}
-    return _Call(fused_add_layer_norm_quant, inputs, quantizing, flags).of_norm()
+    return _of_norm(NormCall(fused_add_layer_norm_quant, x, residual, weight, flags, bias=bias), quantizing)
 
 
 def silu_and_mul_quant(
@@ -339,7 +316,7 @@ def silu_and_mul_quant(
     quantizing = Quantizing(quantization, scale, zero_point, out, scale_out, zero_point_out)
     steps: dict[str, Any] = {"limit": limit, "alpha": alpha, "up_offset": up_offset, "clamp": clamp}
     steps |= {"interleaved": interleaved, "round_steps": round_steps}
-    call = _Call(silu_and_mul_quant, {"gate": gate, "up": up}, quantizing, {"between": between, **steps})
+    call = _Call(silu_and_mul_quant, {"gate": gate, "up": up}, quantizing, between=between, **steps)
     if call.listener is Listener.OVERRIDE:
         return call.handed_over()
     operands = checked_operands(gate, up, between, **steps)
@@ -377,7 +354,7 @@ def relu2_quant(
         RuntimeError: z requires grad while gradients are recorded: what is quantized has none.
     """
     quantizing = Quantizing(quantization, scale, zero_point, out, scale_out, zero_point_out)
-    call = _Call(relu2_quant, {"z": z}, quantizing, {"between": between})
+    call = _Call(relu2_quant, {"z": z}, quantizing, between=between)
     if call.listener is Listener.OVERRIDE:
         return call.handed_over()
     check_operands(z, None, None, None, None, in_memory=call.in_memory, x_name="z")
@@ -408,7 +385,8 @@ class _Call:
         function: the public function.
         inputs: its operands, by name, the rows first.
         quantizing: its quantizer.
-        flags: its other arguments, by name.
+        norm: the norm before the quantizer.
+        flags: its other arguments, but those of a norm.
     """
 
     def __init__(
@@ -416,17 +394,22 @@ class _Call:
         function: Callable[..., tuple[Tensor, ...]],
         inputs: dict[str, Any],
         quantizing: Quantizing,
-        flags: dict[str, Any],
+        norm: NormCall | None = None,
+        **flags: Any,
     ) -> None:
-        self.function, self.inputs, self.quantizing, self.flags = function, inputs, quantizing, flags
+        self.function, self.inputs, self.quantizing, self.norm, self.flags = function, inputs, quantizing, norm, flags
         self.operands = (*inputs.values(), *quantizing[1:])
         self.listener = must_be_seen.listener(*self.operands)
         self.in_memory = self.listener is None
 
+    def arguments(self, **of_quantizer: Any) -> dict[str, Any]:
+        """By name; other names are there too."""
+        of_norm = {} if self.norm is None else {**self.norm.arguments(), "between": self.norm.flags.out_dtype}
+        return {**of_norm, **self.inputs, **self.flags, **of_quantizer}
+
     def handed_over(self) -> tuple[Tensor, ...]:
         """The results of whatever overrides the function."""
-        values = {**self.inputs, **self.flags, **self.quantizing._asdict()}
-        return must_be_seen.handed_over(self.function, self.operands, values)
+        return must_be_seen.handed_over(self.function, self.operands, self.arguments(**self.quantizing._asdict()))
 
     def check(self, x: Tensor) -> None:
         """All that must fit before anything is written, but the inputs, which do; x has their rows."""
@@ -466,35 +449,9 @@ class _Call:
         quantization, scale, zero_point, *_, normed_out, _ = self.quantizing
         if normed_out is not None:
             return None
-        given = {"quantization": str(quantization), "scale": scale, "zero_point": zero_point}
-        found = dtensor_bridge.in_one_operator(self.function.__name__, {**self.inputs, **self.flags, **given})
+        given = self.arguments(quantization=str(quantization), scale=scale, zero_point=zero_point)
+        found = dtensor_bridge.in_one_operator(self.function.__name__, given)
         return self._written(*found)
-
-    def of_norm(self) -> tuple[Tensor, ...]:
-        """The results of a norm of x, and with a residual the sum."""
-        if self.listener is Listener.OVERRIDE:
-            return self.handed_over()
-        x, residual, weight = self.inputs["x"], self.inputs.get("residual"), self.inputs["weight"]
-        residual_out, flags = self.quantizing.residual_out, dict(self.flags)
-        between, center, bias = flags.pop("between"), "bias" in self.inputs, self.inputs.get("bias")
-        check_operands(x, residual, None if center else weight, None, residual_out, in_memory=self.in_memory)
-        if center:
-            check_affine(x, weight, bias, in_memory=self.in_memory)
-        check_between(between, x)
-        self.check(x)
-        if (found := self.in_one_operator()) is not None:
-            return found
-        if self.in_memory and (between is None or self.quantizing.normed_out is None):
-            norm = Norm(residual, weight, Flags(out_dtype=between, center=center, **flags), bias)
-            if (found := execute.quantize(x, self.quantizing, norm)) is not None:
-                return found
-        flags |= {"weight": weight, "bias": bias, "out_dtype": between}
-        if residual is None:
-            return self.of_rows((layer_norm if center else rms_norm)(x, **flags))
-        y, total = (fused_add_layer_norm if center else fused_add_rms_norm)(
-            x, residual, residual_out=residual_out, **flags
-        )
-        return *self.of_rows(y), total
 
     def of_rows(self, y: Tensor) -> tuple[Tensor, ...]:
         """The results for the rows that are quantized."""
@@ -530,6 +487,33 @@ class _Call:
             new = new if laid_out or given is not None else _laid_out(new, quantization)
             results.append(dtensor_bridge.written(given, new))
         return tuple(results)
+
+
+def _of_norm(norm: NormCall, quantizing: Quantizing) -> tuple[Tensor, ...]:
+    """The results of a norm, whose ``out_dtype`` is that of the rows between, and with a residual the sum."""
+    x, residual, weight, bias, flags = norm.x, norm.residual, norm.weight, norm.bias, norm.flags
+    inputs = {"x": x, "residual": residual, "weight": weight, "bias": bias}
+    call = _Call(norm.function, inputs, quantizing, norm)
+    if call.listener is Listener.OVERRIDE:
+        return call.handed_over()
+    center, between, residual_out = flags.center, flags.out_dtype, quantizing.residual_out
+    check_operands(x, residual, None if center else weight, None, residual_out, in_memory=call.in_memory)
+    if center:
+        check_affine(x, weight, bias, in_memory=call.in_memory)
+    check_between(between, x)
+    call.check(x)
+    found = call.in_one_operator()
+    if found is None and call.in_memory and (between is None or quantizing.normed_out is None):
+        found = execute.quantize(x, quantizing, norm)
+    if found is not None:
+        return found
+    given: dict[str, Any] = {"weight": weight, "bias": bias, "out_dtype": between, "eps": flags.eps}
+    given |= {"weight_offset": flags.weight_offset, "round_norm": flags.round_norm}
+    if residual is None:
+        return call.of_rows((layer_norm if center else rms_norm)(x, **given))
+    given |= {"round_sum": flags.round_sum, "residual_dtype": flags.residual_dtype, "residual_out": residual_out}
+    y, total = (fused_add_layer_norm if center else fused_add_rms_norm)(x, residual, **given)
+    return *call.of_rows(y), total
 
 
 def _laid_out(of_groups: Tensor, quantization: Quantization) -> Tensor:
