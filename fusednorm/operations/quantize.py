@@ -37,11 +37,11 @@ from fusednorm.torch_ops import dtensor_bridge
 
 _quantize = Entry("quantizer", "x packed scale zero_point out scale_out zero_point_out").open()
 _and_mul = Entry("gate", f"x z between {STEPS}", constants={"order": AND_MUL, "activation": "silu"}).open()
-#: Of each norm.
+#: Of each norm. The last arguments may be left out.
 _norm_quant = Entry(
     "quantizer",
-    "x residual weight bias eps packed scale zero_point between weight_offset round_sum round_norm out scale_out "
-    "zero_point_out normed_out residual_out residual_dtype center",
+    "x weight eps packed scale zero_point between weight_offset round_norm out scale_out zero_point_out normed_out "
+    "residual round_sum residual_out residual_dtype bias center",
     constants={"normalises": True},
 ).open()
 
@@ -129,8 +129,8 @@ def rms_norm_quant(
     """
     if _may_be_fast(quantization, scale_out):
         result: tuple[Tensor, ...] | None = _norm_quant(
-            x, None, weight, None, eps, quantization.packed, scale, zero_point, between, weight_offset, True,
-            round_norm, out, scale_out, zero_point_out, normed_out, None, None, False,
+            x, weight, eps, quantization.packed, scale, zero_point, between, weight_offset, round_norm, out,
+            scale_out, zero_point_out, normed_out,
         )  # fmt: skip
         if result is not None:
             return result
@@ -176,8 +176,8 @@ def fused_add_rms_norm_quant(
         refuse_type("residual", residual)
     if _may_be_fast(quantization, scale_out):
         result: tuple[Tensor, ...] | None = _norm_quant(
-            x, residual, weight, None, eps, quantization.packed, scale, zero_point, between, weight_offset, round_sum,
-            round_norm, out, scale_out, zero_point_out, normed_out, residual_out, residual_dtype, False,
+            x, weight, eps, quantization.packed, scale, zero_point, between, weight_offset, round_norm, out,
+            scale_out, zero_point_out, normed_out, residual, round_sum, residual_out, residual_dtype,
         )  # fmt: skip
         if result is not None:
             return result
@@ -216,8 +216,8 @@ def layer_norm_quant(
     """
     if _may_be_fast(quantization, scale_out):
         result: tuple[Tensor, ...] | None = _norm_quant(
-            x, None, weight, bias, eps, quantization.packed, scale, zero_point, between, weight_offset, True,
-            round_norm, out, scale_out, zero_point_out, normed_out, None, None, True,
+            x, weight, eps, quantization.packed, scale, zero_point, between, weight_offset, round_norm, out,
+            scale_out, zero_point_out, normed_out, None, True, None, None, bias, True,
         )  # fmt: skip
         if result is not None:
             return result
@@ -264,8 +264,8 @@ def fused_add_layer_norm_quant(
         refuse_type("residual", residual)
     if _may_be_fast(quantization, scale_out):
         result: tuple[Tensor, ...] | None = _norm_quant(
-            x, residual, weight, bias, eps, quantization.packed, scale, zero_point, between, weight_offset, round_sum,
-            round_norm, out, scale_out, zero_point_out, normed_out, residual_out, residual_dtype, True,
+            x, weight, eps, quantization.packed, scale, zero_point, between, weight_offset, round_norm, out,
+            scale_out, zero_point_out, normed_out, residual, round_sum, residual_out, residual_dtype, bias, True,
         )  # fmt: skip
         if result is not None:
             return result
