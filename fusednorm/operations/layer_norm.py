@@ -8,47 +8,19 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from fusednorm.calls import must_be_seen
 from fusednorm.calls.call import Flags, NormCall
 from fusednorm.calls.checks import refuse_type
 from fusednorm.calls.fast_path import Entry
-from fusednorm.operations.norm import beyond_fast_path
-from fusednorm.torch_ops.gradients import Normalise
+from fusednorm.operations.norm import beyond_fast_path, record, record_sum
 
 
-def _record_sum(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    round_sum: bool,
-    round_norm: bool,
-    *others: Any,
-) -> Any:
-    """The results of :func:`fused_add_layer_norm` for plain operands that C has read, where gradients are recorded.
-
-    None where more is asked: ``others`` are outputs and dtypes.
-    """
-    if any(other is not None for other in others) or must_be_seen.transforms_active():
-        return None
-    flags = (eps, weight_offset, round_sum, round_norm, None, None, True)
-    return Normalise.apply(x, residual, weight, bias, *flags)  # type: ignore[no-untyped-call]
+def _record_sum(x: Tensor, residual: Tensor, weight: Any, bias: Any, eps: float, *more: Any) -> Any:
+    """As of RMS norms, whose arguments have another order."""
+    return record_sum(x, residual, weight, eps, bias, 1.0, *more, center=True)
 
 
-def _record(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    round_norm: bool,
-    *others: Any,
-) -> Any:
-    """The same of :func:`layer_norm`."""
-    found = _record_sum(x, None, weight, bias, eps, weight_offset, True, round_norm, *others)
-    return None if found is None else found[0]
+def _record(x: Tensor, weight: Any, bias: Any, eps: float, *more: Any) -> Any:
+    return record(x, weight, eps, bias, *more, center=True)
 
 
 _CENTERED = {"center": True}
@@ -111,10 +83,7 @@ def fused_add_layer_norm(
         if result is not None:
             return result
     flags = Flags(eps, weight_offset, round_sum, round_norm, out_dtype, residual_dtype, True)
-    both: tuple[Tensor, Tensor] = beyond_fast_path(
-        NormCall(fused_add_layer_norm, x, residual, weight, flags, out, residual_out, bias)
-    )
-    return both
+    return beyond_fast_path(NormCall(fused_add_layer_norm, x, residual, weight, flags, out, residual_out, bias))
 
 
 def fused_add_layer_norm_(
@@ -148,10 +117,7 @@ def fused_add_layer_norm_(
         if result is not None:
             return result
     flags = Flags(eps, weight_offset, round_sum, round_norm, center=True)
-    both: tuple[Tensor, Tensor] = beyond_fast_path(
-        NormCall(fused_add_layer_norm_, x, residual, weight, flags, x, residual, bias)
-    )
-    return both
+    return beyond_fast_path(NormCall(fused_add_layer_norm_, x, residual, weight, flags, x, residual, bias))
 
 
 def layer_norm(
@@ -191,8 +157,7 @@ def layer_norm(
         if result is not None:
             return result
     flags = Flags(eps, weight_offset, True, round_norm, out_dtype, center=True)
-    y: Tensor = beyond_fast_path(NormCall(layer_norm, x, None, weight, flags, out, None, bias))
-    return y
+    return beyond_fast_path(NormCall(layer_norm, x, None, weight, flags, out, None, bias))
 
 
 def layer_norm_(
@@ -218,5 +183,4 @@ def layer_norm_(
         if result is not None:
             return result
     flags = Flags(eps, weight_offset, True, round_norm, center=True)
-    y: Tensor = beyond_fast_path(NormCall(layer_norm_, x, None, weight, flags, x, None, bias))
-    return y
+    return beyond_fast_path(NormCall(layer_norm_, x, None, weight, flags, x, None, bias))

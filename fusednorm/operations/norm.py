@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -31,8 +31,10 @@ from fusednorm.torch_ops.declared import Operator
 from fusednorm.torch_ops.gradients import Normalise
 from fusednorm.torch_ops.operators import FUSED_ADD_LAYER_NORM, FUSED_ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 
+_Results = TypeVar("_Results")
 
-def _record_sum(
+
+def record_sum(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
@@ -43,6 +45,7 @@ def _record_sum(
     round_sum: bool,
     round_norm: bool,
     *others: Any,
+    center: bool = False,
 ) -> Any:
     """The results of :func:`fused_add_rms_norm` for plain operands that C has read, where gradients are recorded.
 
@@ -50,31 +53,25 @@ def _record_sum(
     """
     if x_scale != 1.0 or any(other is not None for other in others) or must_be_seen.transforms_active():
         return None
-    flags = (eps, weight_offset, round_sum, round_norm, None, None)
+    flags = (eps, weight_offset, round_sum, round_norm, None, None, center)
     return Normalise.apply(x, residual, weight, bias, *flags)  # type: ignore[no-untyped-call]
 
 
-def _record(
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    bias: Tensor | None,
-    weight_offset: float,
-    round_norm: bool,
-    *others: Any,
-) -> Any:
+def record(x: Tensor, weight: Tensor | None, eps: float, bias: Tensor | None, *more: Any, center: bool = False) -> Any:
     """The same of :func:`rms_norm`."""
-    found = _record_sum(x, None, weight, eps, bias, 1.0, weight_offset, True, round_norm, *others)
+    weight_offset, round_norm, *others = more
+    flags = (weight_offset, True, round_norm)
+    found = record_sum(x, None, weight, eps, bias, 1.0, *flags, *others, center=center)
     return None if found is None else found[0]
 
 
 rms_norm_on_fast_path = Entry("norm", "x weight eps bias weight_offset round_norm out out_dtype", returned=0).of(
-    "rms_norm", _record
+    "rms_norm", record
 )
 fused_add_rms_norm_on_fast_path = Entry(
     "norm",
     "x residual weight eps bias x_scale weight_offset round_sum round_norm out residual_out out_dtype residual_dtype",
-).of("fused_add_rms_norm", _record_sum)
+).of("fused_add_rms_norm", record_sum)
 
 
 def fused_add_rms_norm(
@@ -135,10 +132,7 @@ def fused_add_rms_norm(
         if result is not None:
             return result
     flags = Flags(eps, weight_offset, round_sum, round_norm, out_dtype, residual_dtype)
-    both: tuple[Tensor, Tensor] = beyond_fast_path(
-        NormCall(fused_add_rms_norm, x, residual, weight, flags, out, residual_out, bias, x_scale)
-    )
-    return both
+    return beyond_fast_path(NormCall(fused_add_rms_norm, x, residual, weight, flags, out, residual_out, bias, x_scale))
 
 
 def fused_add_rms_norm_(
@@ -174,10 +168,7 @@ def fused_add_rms_norm_(
         if result is not None:
             return result
     flags = Flags(eps, weight_offset, round_sum, round_norm)
-    both: tuple[Tensor, Tensor] = beyond_fast_path(
-        NormCall(fused_add_rms_norm_, x, residual, weight, flags, x, residual, bias, x_scale)
-    )
-    return both
+    return beyond_fast_path(NormCall(fused_add_rms_norm_, x, residual, weight, flags, x, residual, bias, x_scale))
 
 
 def rms_norm(
@@ -215,8 +206,7 @@ def rms_norm(
         if result is not None:
             return result
     flags = Flags(eps, weight_offset, True, round_norm, out_dtype)
-    y: Tensor = beyond_fast_path(NormCall(rms_norm, x, None, weight, flags, out, None, bias))
-    return y
+    return beyond_fast_path(NormCall(rms_norm, x, None, weight, flags, out, None, bias))
 
 
 def rms_norm_(
@@ -245,11 +235,10 @@ def rms_norm_(
         if result is not None:
             return result
     flags = Flags(eps, weight_offset, True, round_norm)
-    y: Tensor = beyond_fast_path(NormCall(rms_norm_, x, None, weight, flags, x, None, bias))
-    return y
+    return beyond_fast_path(NormCall(rms_norm_, x, None, weight, flags, x, None, bias))
 
 
-def beyond_fast_path(call: NormCall) -> Any:
+def beyond_fast_path(call: NormCall) -> _Results:  # type: ignore[type-var]
     """The results of the function.
 
     One call of a backend. Where gradients are recorded or a part of torch must see the call, a norm alone is a function
@@ -261,7 +250,7 @@ def beyond_fast_path(call: NormCall) -> Any:
     # Whether nobody listens and no gradients are recorded.
     direct = not compiling and must_be_seen.plain(*operands) and fast_path.is_direct(*operands)
     if not (inner or compiling or direct) and must_be_seen.override(*operands):
-        return must_be_seen.handed_over(function, operands, call.arguments())
+        return cast(_Results, must_be_seen.handed_over(function, operands, call.arguments()))
     new = out is None and residual_out is None
     alone = before is None and x_scale == 1.0
     alone = alone and (flags.center or (bias is None and getattr(weight, "ndim", 1) != 2))
@@ -289,8 +278,8 @@ def beyond_fast_path(call: NormCall) -> Any:
         else:
             y, total = _dispatched(call, compiling) if alone else _composed(call)
     if total is None:
-        return y
-    return total if y is None else (y, total)
+        return cast(_Results, y)
+    return cast(_Results, total if y is None else (y, total))
 
 
 def _by_exchange(call: NormCall, traced: bool) -> tuple[Tensor, Tensor | None] | None:
@@ -345,6 +334,7 @@ def _composed(call: NormCall) -> tuple[Any, Any]:
     function, wide = rms_norm if residual is None else fused_add_rms_norm, accumulator(x.dtype)
     out_dtype = out_dtype or (x.dtype if out is None else out.dtype)
     y: Any = None
+    total: Any
     if before is not None:
         first = Flags(before.eps, weight_offset, True, round_norm, before.between)
         rows: Tensor = beyond_fast_path(NormCall(rms_norm, x, None, before.weight, first, inner=True))
@@ -356,10 +346,10 @@ def _composed(call: NormCall) -> tuple[Any, Any]:
             total = steps.add(rows, residual, residual_dtype or residual.dtype)
     elif x_scale != 1.0:
         scaled = call._replace(x=steps.SCALE.with_gradients(x, x_scale), x_scale=1.0, inner=True)
-        return cast(tuple[Any, Any], beyond_fast_path(scaled))
+        return beyond_fast_path(scaled)
     else:
         flags = Flags(eps, 0.0, round_sum, False, wide, residual_dtype)
-        found = beyond_fast_path(NormCall(function, x, residual, None, flags, inner=True))
+        found: Any = beyond_fast_path(NormCall(function, x, residual, None, flags, inner=True))
         rows, total = (found, None) if residual is None else found
         y = steps.AFFINE.with_gradients(rows, weight, bias, weight_offset, x.dtype if round_norm else None, out_dtype)
     return dtensor_bridge.written(out, y), dtensor_bridge.written(residual_out, total)

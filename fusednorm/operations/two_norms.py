@@ -81,12 +81,13 @@ def rms_norm_add_rms_norm(
         )  # fmt: skip
         if result is not None:
             return result
-    second = eps if next_eps is None else next_eps
-    flags = Flags(second, weight_offset, round_sum, round_norm, out_dtype, residual_dtype)
+    flags = Flags(
+        eps if next_eps is None else next_eps, weight_offset, round_sum, round_norm, out_dtype, residual_dtype
+    )
     before = Before(weight, eps, between, True)
-    call = NormCall(rms_norm_add_rms_norm, x, residual, next_weight, flags, out, residual_out, before=before)
-    both: tuple[Tensor, Tensor] = beyond_fast_path(call)
-    return both
+    return beyond_fast_path(
+        NormCall(rms_norm_add_rms_norm, x, residual, next_weight, flags, out, residual_out, before=before)
+    )
 
 
 def rms_norm_add_rms_norm_(
@@ -121,12 +122,11 @@ def rms_norm_add_rms_norm_(
         )
         if result is not None:
             return result
-    second = eps if next_eps is None else next_eps
-    flags = Flags(second, weight_offset, round_sum, round_norm)
+    flags = Flags(eps if next_eps is None else next_eps, weight_offset, round_sum, round_norm)
     before = Before(weight, eps, between, True)
-    call = NormCall(rms_norm_add_rms_norm_, x, residual, next_weight, flags, x, residual, before=before)
-    both: tuple[Tensor, Tensor] = beyond_fast_path(call)
-    return both
+    return beyond_fast_path(
+        NormCall(rms_norm_add_rms_norm_, x, residual, next_weight, flags, x, residual, before=before)
+    )
 
 
 def rms_norm_add(
@@ -176,9 +176,7 @@ def rms_norm_add(
             return result
     flags = Flags(eps, weight_offset, True, round_norm, residual_dtype=residual_dtype)
     before = Before(weight, eps, between, False)
-    call = NormCall(rms_norm_add, x, residual, None, flags, None, residual_out, before=before)
-    total: Tensor = beyond_fast_path(call)
-    return total
+    return beyond_fast_path(NormCall(rms_norm_add, x, residual, None, flags, None, residual_out, before=before))
 
 
 def rms_norm_add_(
@@ -213,6 +211,4 @@ def rms_norm_add_(
             return result
     flags = Flags(eps, weight_offset, True, round_norm)
     before = Before(weight, eps, between, False)
-    call = NormCall(rms_norm_add_, x, residual, None, flags, None, residual, before=before)
-    total: Tensor = beyond_fast_path(call)
-    return total
+    return beyond_fast_path(NormCall(rms_norm_add_, x, residual, None, flags, None, residual, before=before))
