@@ -44,25 +44,39 @@ def record_sum(
     weight_offset: float,
     round_sum: bool,
     round_norm: bool,
-    *others: Any,
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    residual_dtype: torch.dtype | None = None,
     center: bool = False,
 ) -> Any:
     """The results of :func:`fused_add_rms_norm` for plain operands that C has read, where gradients are recorded.
 
-    None where more is asked: ``others`` are outputs and dtypes.
+    None where more is asked.
     """
-    if x_scale != 1.0 or any(other is not None for other in others) or must_be_seen.transforms_active():
+    new = out is residual_out is out_dtype is residual_dtype is None
+    if not new or x_scale != 1.0 or must_be_seen.transforms_active():
         return None
     flags = (eps, weight_offset, round_sum, round_norm, None, None, center)
     return Normalise.apply(x, residual, weight, bias, *flags)  # type: ignore[no-untyped-call]
 
 
-def record(x: Tensor, weight: Tensor | None, eps: float, bias: Tensor | None, *more: Any, center: bool = False) -> Any:
+def record(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    bias: Tensor | None,
+    weight_offset: float,
+    round_norm: bool,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    center: bool = False,
+) -> Any:
     """The same of :func:`rms_norm`."""
-    weight_offset, round_norm, *others = more
-    flags = (weight_offset, True, round_norm)
-    found = record_sum(x, None, weight, eps, bias, 1.0, *flags, *others, center=center)
-    return None if found is None else found[0]
+    found = record_sum(
+        x, None, weight, eps, bias, 1.0, weight_offset, True, round_norm, out, None, out_dtype, None, center
+    )
+    return found if found is None else found[0]
 
 
 rms_norm_on_fast_path = Entry("norm", "x weight eps bias weight_offset round_norm out out_dtype", returned=0).of(
