@@ -48,13 +48,14 @@ def record_sum(
     residual_out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     residual_dtype: torch.dtype | None = None,
+    *,
     center: bool = False,
 ) -> Any:
     """The results of :func:`fused_add_rms_norm` for plain operands that C has read, where gradients are recorded.
 
     None where more is asked.
     """
-    new = out is residual_out is out_dtype is residual_dtype is None
+    new = out is residual_out is None and out_dtype is residual_dtype is None
     if not new or x_scale != 1.0 or must_be_seen.transforms_active():
         return None
     flags = (eps, weight_offset, round_sum, round_norm, None, None, center)
@@ -70,11 +71,12 @@ def record(
     round_norm: bool,
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    *,
     center: bool = False,
 ) -> Any:
     """The same of :func:`rms_norm`."""
     found = record_sum(
-        x, None, weight, eps, bias, 1.0, weight_offset, True, round_norm, out, None, out_dtype, None, center
+        x, None, weight, eps, bias, 1.0, weight_offset, True, round_norm, out, None, out_dtype, center=center
     )
     return found if found is None else found[0]
 

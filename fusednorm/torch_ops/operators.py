@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ from fusednorm.torch_ops.registered import register
 
 
 def _into(
+    in_memory: bool,
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
@@ -50,17 +52,19 @@ def _into(
     center: bool = False,
     bias: Tensor | None = None,
 ) -> None:
-    _check_pair(residual, residual_out)
+    """A norm in the caller's memory, or only its checks, where operands have none."""
+    if (residual is None) != (residual_out is None):
+        raise ValueError("residual and residual_out go together: pass both, or None for both")
+    if not in_memory:
+        check_operands(x, residual, None if center else weight, out, residual_out, in_memory=False)
+        if center:
+            check_affine(x, weight, bias, in_memory=False)
+        return
     asked = Flags(eps, weight_offset, round_sum, round_norm, center=center)
     if residual is not None and residual_out is not None and residual_out.dtype != residual.dtype:
         asked = asked._replace(residual_dtype=residual_out.dtype)
     of_heads = center and getattr(weight, "ndim", 1) == 2
     execute.fast_path_first(x, residual, weight, asked, out, residual_out, bias=bias, of_heads=of_heads)
-
-
-def _check_pair(residual: Tensor | None, residual_out: Tensor | None) -> None:
-    if (residual is None) != (residual_out is None):
-        raise ValueError("residual and residual_out go together: pass both, or None for both")
 
 
 class _OfGradients(NamedTuple):
@@ -160,26 +164,7 @@ def _check_quantize(y: Tensor, text: str, scale: Tensor | None, zero_point: Tens
     return quantization
 
 
-# The fake ones check as the real ones do: torch calls them too where one operand of several is a meta tensor.
-
-
-def _fake_into(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    out: Tensor,
-    residual_out: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    round_sum: bool,
-    round_norm: bool,
-    center: bool = False,
-    bias: Tensor | None = None,
-) -> None:
-    _check_pair(residual, residual_out)
-    check_operands(x, residual, None if center else weight, out, residual_out, in_memory=False)
-    if center:
-        check_affine(x, weight, bias, in_memory=False)
+# Fake ones check as the real ones do: torch calls them too where one operand of several is a meta tensor.
 
 
 def _fake_quantize(y: Tensor, text: str, scale: Tensor | None, zero_point: Tensor | None) -> tuple[Tensor, ...]:
@@ -232,7 +217,7 @@ class Norm(Operator):
         super().__init__(declaration, self._run)
         in_place = ", ".join(["Tensor(a!) x", "Tensor(b!) residual"][: 1 + added])
         rest = f"Tensor? weight, {'Tensor? bias, ' * center}{_FLAGS}"
-        register(f"{name}_", f"({in_place}, {rest}) -> ()", self._in_place(_into), self._in_place(_fake_into))
+        register(f"{name}_", f"({in_place}, {rest}) -> ()", self._in_place(True), self._in_place(False))
 
     def _operands(self, given: Sequence[Any]) -> list[Any]:
         """x, residual, weight and bias, or what belongs to each; None where the operator has none."""
@@ -297,10 +282,12 @@ class Norm(Operator):
     def _forward(self, *arguments: Any) -> Any:
         return self._run(*arguments)  # which checks, where the fast path does not
 
-    def _in_place(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def written(*arguments: Any) -> Any:
+    def _in_place(self, in_memory: bool) -> Callable[..., None]:
+        def written(*arguments: Any) -> None:
             x, residual, weight, bias = self._operands(arguments)
-            return function(x, residual, weight, x, residual, *arguments[self.count :], self._center, bias)
+            eps, offset, round_sum, round_norm = arguments[self.count :]
+            given = (x, residual, weight, x, residual)
+            _into(in_memory, *given, eps, offset, round_sum, round_norm, self._center, bias)
 
         return written
 
@@ -337,8 +324,8 @@ register(
     "into",
     f"(Tensor x, Tensor? residual, Tensor? weight, Tensor(a!) out, Tensor(b!)? residual_out, {_FLAGS}, "
     "bool center=False, Tensor? bias=None) -> ()",
-    _into,
-    _fake_into,
+    partial(_into, True),
+    partial(_into, False),
 )
 # Out of torch's operations, so that it is its own fake.
 register("add", "(Tensor x, Tensor residual, ScalarType dtype) -> Tensor", _add, _add, (_gradients_of_sum, _keep_sum))
