@@ -30,41 +30,27 @@ _SHORT = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 Value = Any
 
 
-def rms_norm(exact: bool, x: Value, weight: Value | None, *flags: Any) -> tuple[Value, Value]:
-    """y, [..., N], and rstd, [...]: docs/spec.md, section 2."""
-    return _normalised(exact, _widened(x, _accumulator(x)), x, weight, None, Flags(*flags))
-
-
-def layer_norm(exact: bool, x: Value, weight: Value | None, bias: Value | None, *flags: Any) -> tuple[Value, Value]:
-    """The same of section 12."""
-    return _normalised(exact, _widened(x, _accumulator(x)), x, weight, bias, Flags(*flags)._replace(center=True))
-
-
-def fused_add_rms_norm(
-    exact: bool, x: Value, residual: Value, weight: Value | None, *flags: Any
-) -> tuple[Value, Value, Value]:
-    """y, the sum, and rstd."""
-    return _of_sum(exact, x, residual, weight, None, Flags(*flags))
-
-
-def fused_add_layer_norm(
-    exact: bool, x: Value, residual: Value, weight: Value | None, bias: Value | None, *flags: Any
-) -> tuple[Value, Value, Value]:
-    """The same of section 12."""
-    return _of_sum(exact, x, residual, weight, bias, Flags(*flags)._replace(center=True))
-
-
-def _of_sum(
-    exact: bool, x: Value, residual: Value, weight: Value | None, bias: Value | None, flags: Flags
-) -> tuple[Value, Value, Value]:
-    wide = _accumulator(x)
+def _norm(operands: Sequence[str], center: bool, exact: bool, *given: Any) -> tuple[Value, ...]:
+    """y, [..., N], beside a residual the sum, and rstd, [...]: docs/spec.md, sections 2 and 12."""
+    named = dict(zip(operands, given, strict=False))
+    x, residual, weight, bias = (named.get(name) for name in ("x", "residual", "weight", "bias"))
+    flags, wide = Flags(*given[len(operands) :])._replace(center=center), _accumulator(x)
+    h = _widened(x, wide)
+    if residual is None:
+        return _normalised(exact, h, x, weight, bias, flags)
     total_dtype = flags.residual_dtype or residual.dtype
-    h = op.Add(_widened(x, wide), _widened(residual, wide))
+    h = op.Add(h, _widened(residual, wide))
     total = _rounded(exact, h, wide, total_dtype)
     if flags.round_sum:
         h = _cast(total, total_dtype, wide)
     y, rstd = _normalised(exact, h, x, weight, bias, flags)
     return y, total, rstd
+
+
+rms_norm = partial(_norm, ("x", "weight"), False)
+layer_norm = partial(_norm, ("x", "weight", "bias"), True)
+fused_add_rms_norm = partial(_norm, ("x", "residual", "weight"), False)
+fused_add_layer_norm = partial(_norm, ("x", "residual", "weight", "bias"), True)
 
 
 def add(exact: bool, x: Value, residual: Value, dtype: Any) -> Value:

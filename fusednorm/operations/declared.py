@@ -17,7 +17,8 @@ from fusednorm.torch_ops import dtensor_bridge
 from fusednorm.torch_ops.declared import Operator
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_Results = TypeVar("_Results")
+#: Of a public function.
+Results = TypeVar("Results")
 
 
 class Operation(Operator):
@@ -41,7 +42,7 @@ class Operation(Operator):
         PUBLIC[function] = self
         return function
 
-    def __call__(self, name: str, **arguments: Any) -> _Results:  # type: ignore[type-var]
+    def __call__(self, name: str, **arguments: Any) -> Results:  # type: ignore[type-var]
         """The results of the public function of that name, one or a tuple as it says; see the function for errors.
 
         ``arguments``: all operands, the flags that the function has, and the outputs that it takes.
@@ -52,7 +53,7 @@ class Operation(Operator):
         every = (*operands.values(), *given.values())
         listener = must_be_seen.listener(*every)
         if listener is Listener.OVERRIDE:
-            return cast(_Results, must_be_seen.handed_over(self.functions[name], every, arguments))
+            return cast(Results, must_be_seen.handed_over(self.functions[name], every, arguments))
         in_place = name.endswith("_")
         if in_place:
             given = {result.name: operands[result.overwrites or ""] for result in declaration.returned}
@@ -75,7 +76,7 @@ class Operation(Operator):
             found = self.run(*tensors, *flags)
         found = found if isinstance(found, tuple) else (found,)
         results = tuple(dtensor_bridge.written(t, new) for t, new in zip(given.values(), found, strict=False))
-        return cast(_Results, results[0] if len(results) == 1 else results)
+        return cast(Results, results[0] if len(results) == 1 else results)
 
     def _check_outputs(
         self,

@@ -17,7 +17,7 @@ from fusednorm.calls.checks import check_cap, check_ids, number, refuse_type
 from fusednorm.calls.declared import Declaration, Operand, Result, Role
 from fusednorm.calls.fast_path import Entry
 from fusednorm.engine.declared import Kernel
-from fusednorm.operations.declared import Operation, dtype_of
+from fusednorm.operations.declared import Operation, Results, dtype_of
 from fusednorm.reference import log_prob as reference
 from fusednorm.torch_ops import dtensor_bridge
 
@@ -109,10 +109,10 @@ class _Operation(Operation):
             found[1].copy_(found[-1])
         return found
 
-    def __call__(self, name: str, **arguments: Any) -> Any:
+    def __call__(self, name: str, **arguments: Any) -> Results:  # type: ignore[type-var]
         """See :class:`Operation`; also for a temperature that is a number, and for ``out`` without its dtype."""
         if not is_dynamo_compiling():
-            found = self._on_fast_path(**arguments)
+            found: Results | None = self._on_fast_path(**arguments)
             if found is not None:
                 return found
         logits = arguments["logits"]
@@ -221,8 +221,7 @@ def log_softmax(logits: Tensor, *, out: Tensor | None = None, out_dtype: torch.d
         ValueError: shapes, devices or memory do not fit.
         RuntimeError: ``out`` is given and logits requires grad.
     """
-    result: Tensor = _LOG_SOFTMAX("log_softmax", logits=logits, out=out, out_dtype=out_dtype)
-    return result
+    return _LOG_SOFTMAX("log_softmax", logits=logits, out=out, out_dtype=out_dtype)
 
 
 @_LOGSUMEXP.public
@@ -232,8 +231,7 @@ def logsumexp(logits: Tensor) -> Tensor:
     Returns:
         [...], float32, or float64 for float64 logits.
     """
-    result: Tensor = _LOGSUMEXP("logsumexp", logits=logits)
-    return result
+    return _LOGSUMEXP("logsumexp", logits=logits)
 
 
 @_SELECTED.public
@@ -266,7 +264,7 @@ def selected_log_prob(
         TypeError: an operand is no tensor, or of a dtype that does not fit.
         ValueError: shapes, devices, memory or numbers do not fit.
     """
-    found: Tensor = _SELECTED(
+    return _SELECTED(
         "selected_log_prob",
         logits=logits,
         ids=ids,
@@ -274,7 +272,6 @@ def selected_log_prob(
         softcap=softcap,
         ignore_index=ignore_index,
     )
-    return found
 
 
 @_WITH_ENTROPY.public
@@ -292,7 +289,7 @@ def selected_log_prob_and_entropy(
         The log-probabilities, and [...], the entropies, which are 0 in rows all of whose ids are ignored. Both are
         float32, or float64 for float64 logits.
     """
-    found: tuple[Tensor, Tensor] = _WITH_ENTROPY(
+    return _WITH_ENTROPY(
         "selected_log_prob_and_entropy",
         logits=logits,
         ids=ids,
@@ -300,4 +297,3 @@ def selected_log_prob_and_entropy(
         softcap=softcap,
         ignore_index=ignore_index,
     )
-    return found

@@ -56,10 +56,7 @@ def modulate(
     if isinstance(y, Tensor) and isinstance(scale, Tensor) and isinstance(shift, Tensor):
         scale, shift = _of_samples(scale, y), _of_samples(shift, y)
     out_dtype = dtype_of(out, out_dtype, y, "y")
-    result: Tensor = _MODULATE(
-        "modulate", y=y, scale=scale, shift=shift, round_steps=round_steps, out=out, out_dtype=out_dtype
-    )
-    return result
+    return _MODULATE("modulate", y=y, scale=scale, shift=shift, round_steps=round_steps, out=out, out_dtype=out_dtype)
 
 
 def _of_samples(t: Tensor, y: Tensor) -> Tensor:

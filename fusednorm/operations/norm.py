@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -26,12 +26,11 @@ from fusednorm.calls.checks import (
 )
 from fusednorm.calls.fast_path import Entry
 from fusednorm.engine import execute
+from fusednorm.operations.declared import Results
 from fusednorm.torch_ops import dtensor_bridge, steps
 from fusednorm.torch_ops.declared import Operator
 from fusednorm.torch_ops.gradients import Normalise
 from fusednorm.torch_ops.operators import FUSED_ADD_LAYER_NORM, FUSED_ADD_RMS_NORM, LAYER_NORM, RMS_NORM
-
-_Results = TypeVar("_Results")
 
 
 def record_sum(
@@ -254,7 +253,7 @@ def rms_norm_(
     return beyond_fast_path(NormCall(rms_norm_, x, None, weight, flags, x, None, bias))
 
 
-def beyond_fast_path(call: NormCall) -> _Results:  # type: ignore[type-var]
+def beyond_fast_path(call: NormCall) -> Results:  # type: ignore[type-var]
     """The results of the function.
 
     One call of a backend. Where gradients are recorded or a part of torch must see the call, a norm alone is a function
@@ -266,7 +265,7 @@ def beyond_fast_path(call: NormCall) -> _Results:  # type: ignore[type-var]
     # Whether nobody listens and no gradients are recorded.
     direct = not compiling and must_be_seen.plain(*operands) and fast_path.is_direct(*operands)
     if not (inner or compiling or direct) and must_be_seen.override(*operands):
-        return cast(_Results, must_be_seen.handed_over(function, operands, call.arguments()))
+        return cast(Results, must_be_seen.handed_over(function, operands, call.arguments()))
     new = out is None and residual_out is None
     alone = before is None and x_scale == 1.0
     alone = alone and (flags.center or (bias is None and getattr(weight, "ndim", 1) != 2))
@@ -294,8 +293,8 @@ def beyond_fast_path(call: NormCall) -> _Results:  # type: ignore[type-var]
         else:
             y, total = _dispatched(call, compiling) if alone else _composed(call)
     if total is None:
-        return cast(_Results, y)
-    return cast(_Results, total if y is None else (y, total))
+        return cast(Results, y)
+    return cast(Results, total if y is None else (y, total))
 
 
 def _by_exchange(call: NormCall, traced: bool) -> tuple[Tensor, Tensor | None] | None:
