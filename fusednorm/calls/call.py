@@ -5,7 +5,7 @@ The front end makes a :class:`Forward` or a :class:`Backward`, and passes it who
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -362,6 +362,22 @@ class Backward(NamedTuple):
         if self.dx is not None and self.dx.dtype != self.operation.x:
             return None, self.dx, self.dweight
         return self.dx, self.dresidual, self.dweight
+
+
+class NormGradients(NamedTuple):
+    """The gradients of a norm that are wanted, and what they are computed from, in whatever levels that lies."""
+
+    operation: Operation
+    #: As in :class:`Backward`.
+    dy: Tensor
+    d_residual_out: Tensor | None
+    h: Tensor
+    rstd: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    weight_offset: float
+    #: Whether those of x, the residual, the weight and the bias are.
+    needs: Sequence[bool]
 
 
 class Heads(NamedTuple):

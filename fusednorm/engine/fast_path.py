@@ -42,19 +42,17 @@ def backward(
 ) -> bool:
     """Writes the gradients of a norm, and of a bias after it; returns whether it did."""
     where = getattr(backend, "fast_path", None)
-    if where == "cpu":
-        return path.backward(
-            path.CPU, dy, d_residual_out, h, rstd, weight, dx, dresidual, dbias, dweight, 0, weight_offset, center
-        )
-    if where != "cuda":
+    if where not in ("cpu", "cuda"):
         return False
-    rows = h.numel() // h.shape[-1]
-    block, _ = blocks_of(rows)
-    partial = None
-    if dweight is not None:
-        partial = torch.empty(scratch_size(rows, h.shape[-1], center), dtype=rstd.dtype, device=h.device)
+    device, block, partial = path.CPU, 0, dbias
+    if where == "cuda":
+        rows = h.numel() // h.shape[-1]
+        device, (block, _) = path.CUDA, blocks_of(rows)
+        partial = None
+        if dweight is not None:
+            partial = torch.empty(scratch_size(rows, h.shape[-1], center), dtype=rstd.dtype, device=h.device)
     return path.backward(
-        path.CUDA, dy, d_residual_out, h, rstd, weight, dx, dresidual, partial, dweight, block, weight_offset, center
+        device, dy, d_residual_out, h, rstd, weight, dx, dresidual, partial, dweight, block, weight_offset, center
     )
 
 

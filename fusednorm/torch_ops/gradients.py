@@ -8,8 +8,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fusednorm.calls import must_be_seen
-from fusednorm.calls.call import Flags, RMSNorm, Step, accumulator, operation_of
+from fusednorm.calls import fast_path, must_be_seen
+from fusednorm.calls.call import Flags, NormGradients, RMSNorm, Step, accumulator, operation_of
 from fusednorm.calls.checks import check_flags, check_kept
 from fusednorm.engine import execute
 from fusednorm.engine.choose import Chosen
@@ -82,20 +82,10 @@ def _normalised(terms: Sequence[Tensor], accumulator: torch.dtype) -> Tensor:
     return cast(Tensor, h)
 
 
-def by_backend(
-    chosen: tuple[Chosen, bool],
-    operation: RMSNorm,
-    dy: Tensor,
-    d_total: Tensor | None,
-    h: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    weight_offset: float,
-    needs: Sequence[bool],
-) -> tuple[Tensor | None, ...]:
+def by_backend(chosen: tuple[Chosen, bool], of: NormGradients) -> tuple[Tensor | None, ...]:
     """The gradients of x, the residual, the weight and the bias, None where not needed: by :func:`backend_of`."""
     backend, in_one_call = chosen
+    operation, dy, d_total, h, rstd, weight, bias, weight_offset, needs = of
     if in_one_call:
         return execute.backward(backend, operation, dy, d_total, h, rstd, weight, weight_offset, needs, bias)
     of_rows = needs[0] or needs[1]
@@ -129,9 +119,10 @@ def gradients(
     again = must_be_seen.differentiated_again()
     if dy is None:
         dy = torch.zeros_like(h, dtype=operation.out)
-    below = again or must_be_seen.below(dy, d_total, h, rstd, weight, bias)
+    operands = (dy, d_total, h, rstd, weight, bias)
+    below = again or not (fast_path.is_direct(*operands) or not must_be_seen.below(*operands))  # C tells it sooner
     if chosen is not None and not below:
-        return by_backend(chosen, operation, dy, d_total, h, rstd, weight, bias, weight_offset, needs)
+        return by_backend(chosen, NormGradients(operation, dy, d_total, h, rstd, weight, bias, weight_offset, needs))
     dtypes = (operation.x, operation.residual)
     if operation.center and not again:
         found = torch.ops.fusednorm.layer_norm_backward(
@@ -160,8 +151,8 @@ def gradients(
     if again:
 
         def formula(dy: Tensor, d_total: Tensor | None, h: Tensor, weight: Tensor | None) -> tuple[Tensor | None, ...]:
-            operands = (dy, d_total, h, again_with_rstd(h), weight, weight_offset)
-            return reference.gradients(*operands, *dtypes, asked, center)
+            given = (dy, d_total, h, again_with_rstd(h), weight, weight_offset)
+            return reference.gradients(*given, *dtypes, asked, center)
 
         found = on_rows(formula, (dy, d_total, h, weight), whole=[3], sums={2: 3})
     else:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusednorm.calls.call import Flags, accumulator, operation_of
+from fusednorm.calls.call import Flags, NormGradients, accumulator, operation_of
 from fusednorm.calls.checks import (
     check_affine,
     check_dtype,
@@ -67,25 +67,6 @@ def _into(
     execute.fast_path_first(x, residual, weight, asked, out, residual_out, bias=bias, of_heads=of_heads)
 
 
-class _OfGradients(NamedTuple):
-    """The arguments of the operators of gradients; that of an RMS norm has no bias."""
-
-    dy: Tensor
-    d_residual_out: Tensor | None
-    h: Tensor
-    rstd: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
-    weight_offset: float
-    x_dtype: torch.dtype
-    residual_dtype: torch.dtype | None
-    round_sum: bool
-    round_norm: bool
-    needs: list[bool]
-    out_dtype: torch.dtype | None = None
-    residual_out_dtype: torch.dtype | None = None
-
-
 class _Gradients:
     """The operator of gradients of one kind of norm, real and fake."""
 
@@ -101,46 +82,43 @@ class _Gradients:
             self._fake,
         )
 
-    def _checked(self, arguments: tuple[Any, ...], in_memory: bool) -> _OfGradients:
-        of = _OfGradients(*(arguments if self._center else (*arguments[:5], None, *arguments[5:])))
-        dtypes = (of.x_dtype, of.residual_dtype, of.out_dtype, of.residual_out_dtype)
-        weight = None if self._center else of.weight
-        needs = of.needs
+    def _checked(self, in_memory: bool, given: tuple[Any, ...]) -> NormGradients:
+        dy, d_total, h, rstd, weight, *rest = given
+        bias = rest.pop(0) if self._center else None
+        weight_offset, x_dtype, residual_dtype, round_sum, round_norm, needs, *outputs = rest
+        out_dtype, residual_out_dtype = (*outputs, None, None)[:2]
+        needed = needs
         if self._center:
             check_needs(needs, ("x", "residual", "weight", "bias"))
-            needs = needs[:3]
-        check_gradients(of.dy, of.d_residual_out, of.h, of.rstd, weight, dtypes, needs, in_memory=in_memory)
+            needed = needs[:3]
+        dtypes = (x_dtype, residual_dtype, out_dtype, residual_out_dtype)
+        check_gradients(dy, d_total, h, rstd, None if self._center else weight, dtypes, needed, in_memory=in_memory)
         if self._center:
-            check_affine(of.h, of.weight, of.bias, in_memory=in_memory, x_name="h")
-        return of
+            check_affine(h, weight, bias, in_memory=in_memory, x_name="h")
+        flags = Flags(0.0, weight_offset, round_sum, round_norm, center=self._center)
+        operation = operation_of(h, None, weight, flags, bias=bias)._replace(
+            x=x_dtype,
+            residual=residual_dtype,
+            out=out_dtype or x_dtype,
+            residual_out=None if residual_dtype is None else residual_out_dtype or residual_dtype,
+        )
+        return NormGradients(operation, dy, d_total, h, rstd, weight, bias, weight_offset, needs)
 
     def _real(self, *arguments: Any) -> tuple[Tensor, ...]:
-        of = self._checked(arguments, in_memory=True)
-        h, weight, bias = of.h, of.weight, of.bias
-        flags = Flags(0.0, of.weight_offset, of.round_sum, of.round_norm, center=self._center)
-        operation = operation_of(h, None, weight, flags, bias=bias)._replace(
-            x=of.x_dtype,
-            residual=of.residual_dtype,
-            out=of.out_dtype or of.x_dtype,
-            residual_out=None if of.residual_dtype is None else of.residual_out_dtype or of.residual_dtype,
-        )
-        requested = request_of_backward()
+        of, requested = self._checked(True, arguments), request_of_backward()
         with nullcontext() if requested == request() else use_backend(requested):
-            chosen = backend_of(operation, weight, bias)
-        rows = (of.dy, of.d_residual_out, h, of.rstd)
-        found = by_backend(chosen, operation, *rows, weight, bias, of.weight_offset, of.needs)
-        dx, dresidual, *others = (h.new_empty(0) if gradient is None else gradient for gradient in found)
+            chosen = backend_of(of.operation, of.weight, of.bias)
+        found = by_backend(chosen, of)
+        dx, dresidual, *others = (of.h.new_empty(0) if gradient is None else gradient for gradient in found)
         return (dx, dresidual.clone() if dresidual is dx else dresidual, *others)[: 3 + self._center]
 
     def _fake(self, *arguments: Any) -> tuple[Tensor, ...]:
-        of = self._checked(arguments, in_memory=False)
-        rows = [
-            None if dtype is None else of.h.new_empty(of.h.shape, dtype=dtype)
-            for dtype in (of.x_dtype, of.residual_dtype)
-        ]
+        of = self._checked(False, arguments)
+        h, dtypes = of.h, (of.operation.x, of.operation.residual)
+        rows = [None if dtype is None else h.new_empty(h.shape, dtype=dtype) for dtype in dtypes]
         weights = [None if t is None else t.new_empty(t.shape) for t in (of.weight, of.bias)]
         pairs = zip((*rows, *weights), of.needs, strict=False)
-        return tuple(of.h.new_empty(0) if t is None or not need else t for t, need in pairs)
+        return tuple(h.new_empty(0) if t is None or not need else t for t, need in pairs)
 
 
 def _add(x: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
