@@ -105,7 +105,8 @@ class _Gradients:
         return NormGradients(operation, dy, d_total, h, rstd, weight, bias, weight_offset, needs)
 
     def _real(self, *arguments: Any) -> tuple[Tensor, ...]:
-        of, requested = self._checked(True, arguments), request_of_backward()
+        of = self._checked(True, arguments)
+        requested = request_of_backward()
         with nullcontext() if requested == request() else use_backend(requested):
             chosen = backend_of(of.operation, of.weight, of.bias)
         found = by_backend(chosen, of)
