@@ -45,24 +45,10 @@ def explain(
 ) -> Explanation:
     """Which backend a call takes, and why not the others.
 
-    Args:
-        x: [..., N], as in the call; of ``silu_and_mul`` and its like the gate, of ``qk_norm_rope`` q. The gate of other
-            functions, the order of a norm and a gate, k and the tables do not matter.
-        residual: [..., N], or None for functions without one.
-        weight: [N], [H, N] or None, as in the call.
-        function: the function of fusednorm that is called; None: ``fused_add_rms_norm``, or ``rms_norm`` without a
-            residual.
-        next_weight: [N] or None, of ``rms_norm_add_rms_norm``.
-        bias: [N], [H, N] or None, as in the call.
-        x_scale: as in the call of ``fused_add_rms_norm``: only whether it is 1 matters.
-        between: as in the call.
-        quantization: as in the call.
-        scale: as in the call: only whether it has one element matters.
-        round_sum: as in the call.
-        round_norm: as in the call.
-        out: as in the call: only its dtype matters.
-        out_dtype: as in the call.
-        residual_dtype: as in the call.
+    The arguments are those of a call of ``function``; None is ``fused_add_rms_norm``, or ``rms_norm`` without a
+    residual. ``x`` is the gate of ``silu_and_mul`` and its like, and q of ``qk_norm_rope``. The gate of other
+    functions, the order of a norm and a gate, k and the tables do not matter. Of some arguments little matters: whether
+    ``x_scale`` is 1, whether ``scale`` has one element, and the dtype of ``out``.
 
     Raises:
         TypeError, ValueError, BackendError: the call would raise them, or it has no such arguments.

@@ -51,19 +51,8 @@ def fused_add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """Adds the residual, then layer-normalises: the bits of ``s = x + residual; layer_norm(s, weight, bias, eps)``.
 
-    Args:
-        x: see :func:`fusednorm.fused_add_rms_norm`, as all arguments that are not named here.
-        residual: see there.
-        weight: [N], or [H, N] for an x of [..., H, N] (a row for each head); None multiplies by nothing.
-        bias: [N] or [H, N], added after the weight; None adds nothing.
-        eps: added to the variance, in units of x squared.
-        weight_offset: see there.
-        round_sum: see there.
-        round_norm: see there.
-        out: see there.
-        residual_out: see there.
-        out_dtype: see there.
-        residual_dtype: see there.
+    The arguments are those of :func:`fusednorm.fused_add_rms_norm`; ``eps`` is added to the variance, in units of x
+    squared.
 
     Returns:
         The normalised rows, in x's dtype or ``out_dtype`` (``out`` if given), and the sum, in the residual's or
@@ -135,15 +124,7 @@ def layer_norm(
 
     The variance is the mean of the squares of ``x - mean(x)``, in two passes over a row: ``docs/spec.md``, section 12.
 
-    Args:
-        x: [..., N]; see :func:`fusednorm.rms_norm`, as all arguments that are not named here.
-        weight: [N], [H, N] or None; see :func:`fused_add_layer_norm`.
-        bias: [N], [H, N] or None; see :func:`fused_add_layer_norm`.
-        eps: added to the variance, in units of x squared.
-        weight_offset: see there.
-        round_norm: see there.
-        out: see there.
-        out_dtype: see there.
+    The arguments are those of :func:`fusednorm.rms_norm`; ``eps`` is added to the variance, in units of x squared.
 
     Returns:
         The normalised rows, in x's dtype or ``out_dtype``; ``out`` if given.

@@ -199,15 +199,7 @@ def rms_norm(
 ) -> Tensor:
     """RMS-normalises the last dimension: ``x / sqrt(mean(x^2) + eps) * weight``.
 
-    Args:
-        x: [..., N]; see :func:`fused_add_rms_norm`.
-        weight: [N], [H, N] or None; see :func:`fused_add_rms_norm`.
-        eps: see :func:`fused_add_rms_norm`.
-        bias: [N], [H, N] or None; see :func:`fused_add_rms_norm`.
-        weight_offset: see :func:`fused_add_rms_norm`.
-        round_norm: see :func:`fused_add_rms_norm`.
-        out: [..., N] to write to, in its own dtype. May be x itself.
-        out_dtype: see :func:`fused_add_rms_norm`.
+    The arguments are those of :func:`fused_add_rms_norm`, with x of [..., N]. ``out`` may be x itself.
 
     Returns:
         The normalised rows, in x's dtype or ``out_dtype``; ``out`` if given.
