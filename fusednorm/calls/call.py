@@ -310,8 +310,9 @@ class Quantize(NamedTuple):
     @property
     def dtype(self) -> torch.dtype:
         """Of the rows that are quantized."""
-        found = self.y.dtype if self.y is not None else cast(Forward, self.norm).operation.out
-        return cast(torch.dtype, found)
+        norm: Any = self.norm
+        found: torch.dtype = norm.operation.out if self.y is None else self.y.dtype
+        return found
 
 
 class Backward(NamedTuple):

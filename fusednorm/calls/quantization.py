@@ -133,6 +133,9 @@ class Quantization:
                 raise ValueError(f"fields of a quantization exclude each other: {reason}; got {self}")
         self._check_range()
 
+    def __hash__(self) -> int:
+        return hash((self.dtype, self.per, self.apply))  # each quantized call asks for it, and few are alike in these
+
     def _named(self) -> str:
         named = [("dtype", str(self.dtype)[6:])]
         for field in fields(self)[1:]:

@@ -414,8 +414,7 @@ def _dispatched(call: NormCall, compiling: bool) -> tuple[Tensor, Any]:
     if function.__name__.endswith("_"):
         operands = [x, *[residual] * (residual is not None), weight, *[bias] * flags.center]
         getattr(ops, function.__name__)(*operands, *numbers)
-    elif flags.center:
-        ops.into(x, residual, weight, out, residual_out, *numbers, True, bias)
     else:
-        ops.into(x, residual, weight, out, residual_out, *numbers)
+        of_center = (True, bias) if flags.center else ()
+        ops.into(x, residual, weight, out, residual_out, *numbers, *of_center)
     return out, residual_out
