@@ -396,7 +396,8 @@ def check_apart(outputs: Named, inputs: Named, own: Mapping[str, tuple[str, ...]
         return
     inputs = {name: t for name, t in inputs.items() if name not in outputs}
     may_be = {name: inputs if own is None else own.get(name, ()) for name in outputs}
-    present = {name: t for name, t in {**inputs, **outputs}.items() if t is not None and holds_memory(t)}
+    # A meta tensor has no memory: its address is 0.
+    present = {name: t for name, t in {**inputs, **outputs}.items() if t is not None and t.numel() and not t.is_meta}
     memories = {name: Memory.of(tensor) for name, tensor in present.items()}
     names = list(present)
     for name in [name for name in outputs if name in present]:
@@ -437,11 +438,6 @@ def _clearly_apart(outputs: Named, inputs: Named, own: Mapping[str, tuple[str, .
             if named is outputs:
                 spans.append((begin, end, name, tensor))
     return True
-
-
-def holds_memory(tensor: Tensor) -> bool:
-    """Whether a tensor has elements in memory, which it may share. A meta tensor has none: its address is 0."""
-    return tensor.numel() > 0 and not tensor.is_meta
 
 
 def _same_elements(a: Tensor, b: Tensor) -> bool:
