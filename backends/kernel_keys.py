@@ -448,9 +448,7 @@ _KINDS: dict[type, Callable[..., ForwardKind | GateKind | RotationKind | LogProb
 }
 
 #: How launchers take calls: some after one that says on which GPU the operands are.
-PACKED: dict[type, Callable[..., bytes]] = {**c_abi.PACKED, Rotate: c_abi.pack_rotation}
-PACKED |= dict.fromkeys((Gate, GateBackward), c_abi.pack_gate_alone)
-PACKED[DeclaredCall] = c_abi.pack_declared_alone
+PACKED: dict[type, Callable[..., bytes]] = c_abi.PACKED | dict.fromkeys(c_abi.ALONE, c_abi.pack_alone)
 
 
 def kind_of(call: Call) -> ForwardKind | GateKind | RotationKind | LogProbKind:

@@ -13,6 +13,7 @@ from torch import Tensor
 from fusednorm.calls.c_enums import Activation, ByteKind, DeclaredOf, Flag, GateFlag, Kind, QuantizerFlag, RotationFlag
 from fusednorm.calls.call import (
     Backward,
+    Call,
     DeclaredCall,
     Forward,
     Gate,
@@ -24,6 +25,7 @@ from fusednorm.calls.call import (
     Quantize,
     Rotate,
     Strides,
+    device_of,
 )
 
 if TYPE_CHECKING:
@@ -59,9 +61,10 @@ def _operand(tensor: Tensor | None, strides: Strides = (0, 0)) -> tuple[int, ...
     return _ABSENT if tensor is None else (KINDS[tensor.dtype], tensor.data_ptr(), *strides)
 
 
-def _only(flag: int, on: Tensor, *numbers: int, x: tuple[int, ...] = _ABSENT, backward: bool = False) -> bytes:
-    """A call with nothing but what follows it in memory. ``numbers``: threads, rows, inner and the rows' length."""
-    return _pack_one(backward, flag, on.device.index or 0, *numbers, 0, 0, 1, 0.0, 0.0, *x)
+def _only(flag: int, call: Call, threads: int, x: tuple[int, ...] = _ABSENT) -> bytes:
+    """A call with nothing but what follows it in memory."""
+    numbers = (device_of(call).index or 0, threads, call.rows, call.inner, call.hidden_size)
+    return _pack_one(isinstance(call, GateBackward), flag, *numbers, 0, 0, 1, 0.0, 0.0, *x)
 
 
 def pack_forward(call: Forward, threads: int = 1, more_flags: int = 0) -> bytes:
@@ -173,8 +176,7 @@ def pack_quantize(call: Quantize, threads: int = 1) -> bytes:
     if call.norm is not None:
         packed = pack_forward(call.norm, threads, QUANTIZED)
     else:
-        y = _operand(call.y, call.y_strides)
-        packed = _only(QUANTIZE_ONLY, call.out, threads, call.rows, call.inner, call.hidden_size, x=y)
+        packed = _only(QUANTIZE_ONLY, call, threads, _operand(call.y, call.y_strides))
     out, scale, zero_point = call.out, call.scale, call.zero_point
     outer, inner, group = call.scale_strides
     of_scale = scale.data_ptr(), 4 * outer, 4 * inner, 4 * group
@@ -254,12 +256,6 @@ def pack_norm_gated_backward(call: NormGatedBackward, threads: int = 1) -> bytes
     )
 
 
-def pack_gate_alone(call: Gate | GateBackward, threads: int = 1) -> bytes:
-    """A gate, or its gradients, after a call that says what there is beside the operands."""
-    numbers, backward = (threads, call.rows, call.inner, call.hidden_size), isinstance(call, GateBackward)
-    return _only(GATE_ONLY, call.z, *numbers, backward=backward) + pack_gate(call)
-
-
 _NO_HEADS = (0,) * 13
 
 
@@ -287,11 +283,6 @@ def pack_rotate(call: Rotate, threads: int = 1) -> bytes:
         *itertools.chain(*map(_heads, call.heads)),
         *(_NO_HEADS if len(call.heads) == 1 else ()),
     )
-
-
-def pack_rotation(call: Rotate) -> bytes:
-    """The same after a call that says on which GPU the heads are."""
-    return _only(ROTATION_ONLY, call.heads[0].x, 1, call.rows, call.inner, call.size) + pack_rotate(call)
 
 
 _DECLARED, _NUMBERS = struct.Struct("=13q2d36q"), (0, 1)
@@ -326,18 +317,13 @@ def pack_declared(call: DeclaredCall, threads: int = 1) -> bytes:
     )
 
 
-def pack_declared_alone(call: DeclaredCall, threads: int = 1) -> bytes:
-    """The same after a call that says where the rows are."""
-    return _only(DECLARED_ONLY, call.x, threads, call.rows, call.inner, call.hidden_size) + pack_declared(call)
-
-
 def pack_logarithm(x: Tensor, out: Tensor) -> bytes:
     """The logarithm of each number, of contiguous float32 or float64; for tests, because no operation is it alone."""
     numbers = DeclaredOf.LOGARITHM.value, x.dtype == torch.float64, 1, 1, 1, x.numel()
     return _DECLARED.pack(0, *numbers, *[0] * 6, 0.0, 0.0, *_operand(x), *_operand(out), *[0] * 28)
 
 
-#: How C takes each call; a GPU's launcher takes some with a call before that says on which GPU.
+#: How C takes each call.
 PACKED: dict[type, Callable[..., bytes]] = {
     Forward: pack_forward,
     Quantize: pack_quantize,
@@ -349,3 +335,10 @@ PACKED: dict[type, Callable[..., bytes]] = {
     DeclaredCall: pack_declared,
     Backward: pack_backward,
 }
+#: Calls that are no norms, which GPUs and Triton on CPUs take after a call that says where they run.
+ALONE = {Gate: GATE_ONLY, GateBackward: GATE_ONLY, Rotate: ROTATION_ONLY, DeclaredCall: DECLARED_ONLY}
+
+
+def pack_alone(call: Gate | GateBackward | Rotate | DeclaredCall, threads: int = 1) -> bytes:
+    """One of :data:`ALONE`, after that call."""
+    return _only(ALONE[type(call)], call, threads) + PACKED[type(call)](call)

@@ -183,10 +183,10 @@ def test_c_gives_a_kernel_a_gate():
     y, z, out, d, dz = (torch.zeros(6, 8) for _ in range(5))
     gate, backward = kernel("gate", None, calls), kernel("gate_backward", None, calls)
     strides = ((500, 8), (501, 9), (502, 10))
-    packed = c_abi.pack_gate_alone(Gate(y, z, out, "silu", None, 8, 6, 3, strides))
+    packed = c_abi.pack_alone(Gate(y, z, out, "silu", None, 8, 6, 3, strides))
     assert LIB.fn_run_triton(ctypes.cast(gate, POINTER).value, packed, 6) == 0
     strides = ((503, 11), *strides, (504, 12))
-    packed = c_abi.pack_gate_alone(GateBackward(d, y, z, out, dz, "silu", None, 8, 6, 3, strides))
+    packed = c_abi.pack_alone(GateBackward(d, y, z, out, dz, "silu", None, 8, 6, 3, strides))
     assert LIB.fn_run_triton(ctypes.cast(backward, POINTER).value, packed, 6) == 0
     addresses = [t.data_ptr() for t in (d, y, z, out, dz)]
     numbers = [11, 8, 9, 10, 12, 3, 470, 476, 474, 472, 468, 8]
@@ -223,7 +223,7 @@ def test_c_gives_a_kernel_log_probabilities(dtype, number):
     for name, call in (("log_prob", forward), ("log_prob_backward", backward)):
         function = kernel(name, number, calls)
         address = ctypes.cast(function, POINTER).value
-        assert LIB.fn_run_triton(address, c_abi.pack_declared_alone(call), 6) == 0
+        assert LIB.fn_run_triton(address, c_abi.pack_alone(call), 6) == 0
     before = [t.data_ptr() for t in (logits, ids, temperature)]
     kept, numbers = [t.data_ptr() for t in (m, s, entropy)], (8, 2, -100, 1, 0.5)
     lies = (8, 9, 0, 3, 476, 474, 0)
@@ -231,7 +231,7 @@ def test_c_gives_a_kernel_log_probabilities(dtype, number):
     of_d, lies = (d.data_ptr(), d.data_ptr(), dh.data_ptr()), (8, 9, 1, 3, 476, 474, -3)
     assert calls[9][0] == (*before, *[dx.data_ptr()] * 2, *kept, *of_d, *lies, *numbers, 3, 0, 0, 6, 1, 1)
     plain, function = forward._replace(inner=6, flags={"softcap": 0.5}), kernel("log_prob", number, calls)
-    assert LIB.fn_run_triton(ctypes.cast(function, POINTER).value, c_abi.pack_declared_alone(plain), 6) == 0
+    assert LIB.fn_run_triton(ctypes.cast(function, POINTER).value, c_abi.pack_alone(plain), 6) == 0
     assert calls[-1][0][14:22] == (6, 0, 0, 0, 8, 2, 0, 0)
 
 
