@@ -412,7 +412,7 @@ def gate_gradients(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of y and z, or of one tensor that holds both, as far as they are needed.
 
-    ``interleaved``: they take turns in one tensor, which the backend takes, if there is one.
+    ``interleaved``: they take turns in one tensor, which the backend takes, if there is one. Else the formula does.
     """
     found = new_gradients(operands, needs)
     if _are_of_no_rows(d):

@@ -331,8 +331,9 @@ def _run(
     (first_name, first), (second_name, second) = operands.items()
     if second is None:
         refuse_type(second_name, second)
-    transformed = listener is Listener.TRANSFORM
-    if not (is_dynamo_compiling() or transformed):  # the batches of a transform have no memory, and lack a dimension
+    if not (
+        is_dynamo_compiling() or listener is Listener.TRANSFORM
+    ):  # the batches of a transform have no memory, and lack a dimension
         names = {"x_name": first_name, "residual_name": second_name}
         check_operands(first, second, None, out, None, in_memory=listener is None, **names)
     check_activation(gating.activation)
@@ -342,12 +343,10 @@ def _run(
         refuse_grad(function.__name__)
     if out is not None or gating.out_dtype is None:
         gating = gating._replace(out_dtype=first.dtype if out is None else out.dtype)
-    if listener is Listener.DISPATCHER:
-        return dtensor_bridge.written(out, GATE.dispatched(y, z, *gating)[0])
-    if out is not None and not transformed:
+    if listener is not None:
+        return dtensor_bridge.written(out, GATE.with_gradients(y, z, *gating))
+    if out is not None:
         check_apart({first_name if function is gate_ else "out": out}, operands)
-    if transformed:
-        return dtensor_bridge.written(out, cast(Any, GATE.recorded).apply(y, z, *gating))
     if records:
         given = (y, z) if both is None else (both,)
         return cast(Tensor, Gated.apply(gating, interleaved, *given))  # type: ignore[no-untyped-call]
@@ -367,11 +366,7 @@ class Gated(torch.autograd.Function):
         y, z = execute.rows_and_gate(operands, interleaved)
         ctx.save_for_backward(*operands)
         ctx.gating, ctx.interleaved = gating, interleaved
-        first = z if y is None else y
-        ctx.backend = execute.backend_of_gates(first, "gate_backward", gating, interleaved)
-        ctx.apart = interleaved and ctx.backend is None
-        if ctx.apart:
-            ctx.backend = execute.backend_of_gates(first, "gate_backward", gating)
+        ctx.backend = execute.backend_of_gates(z if y is None else y, "gate_backward", gating, interleaved)
         return execute.gate(y, z, gating)
 
     @staticmethod
@@ -380,12 +375,7 @@ class Gated(torch.autograd.Function):
         operands, gating, interleaved = ctx.saved_tensors, ctx.gating, ctx.interleaved
         needs = ctx.needs_input_grad[2:]
         if not (must_be_seen.differentiated_again() or must_be_seen.below(d, *operands)):
-            if not ctx.apart:
-                return None, None, *execute.gate_gradients(ctx.backend, d, operands, gating, needs, interleaved)
-            dy, dz = execute.gate_gradients(
-                ctx.backend, d, execute.rows_and_gate(operands, interleaved), gating, (True, True)
-            )
-            return None, None, torch.stack((cast(Tensor, dz), cast(Tensor, dy)), -1).flatten(-2)
+            return None, None, *execute.gate_gradients(ctx.backend, d, operands, gating, needs, interleaved)
         dtensor_bridge.check_kept((d,), operands)
 
         def again(*operands: Tensor | None) -> tuple[Tensor]:
