@@ -100,7 +100,8 @@ class Declaration:
     flags: Mapping[str, Any] = field(default_factory=dict)
     #: (incoming gradients, *operands, *kept, flags, needs) -> a gradient or None for each operand but ids, in torch's
     #: operations, linear in the incoming gradients. Its parameters have the names of the gradients' operator; it has
-    #: the flags that it needs. None: the operation has no gradients.
+    #: the flags that it needs. A parameter ``*others`` after the incoming gradients stands for all the rest, where it
+    #: needs each flag but dtypes of results. None: the operation has no gradients.
     gradient: Callable[..., tuple[Tensor | None, ...]] | None = None
     #: In place of a gradient, where the result is linear in the first operand and the others have no gradient: (the
     #: first operand's dtype, *others, *flags) -> others and flags, with which the operation takes the incoming gradient
@@ -173,7 +174,12 @@ class Declaration:
     def _of_gradient(self) -> list[str]:
         """The parameters of the gradient but needs."""
         assert self.gradient is not None
-        return list(inspect.signature(self.gradient).parameters)[:-1]
+        *named, last = inspect.signature(self.gradient).parameters.values()
+        names = [parameter.name for parameter in named]
+        if last.kind is last.VAR_POSITIONAL:
+            names += [one.name for one in (*self.operands, *self.kept)]
+            names += [flag for flag in self.flags if flag not in {result.dtype for result in self.results}]
+        return names
 
     @property
     def backward_tensors(self) -> list[str]:

@@ -728,11 +728,8 @@ def rotate(
     levels = two_levels(rows, (*of_tables, *in_rows))
     if levels is None:  # what is only read can be copied, and what is written can be written afterwards
         alone = [Head(packed(x), weight, None, rstd) for x, weight, _, rstd in heads]
-        if positions is not None:
-            positions = positions.contiguous()
-        elif cos is not None and sin is not None:
-            cos, sin = cos.contiguous(), sin.contiguous()
-        return rotate(alone, (cos, sin, positions), how, backend)
+        packed_tables = [t if t is None else packed(t) for t in (cos, sin, positions)]
+        return rotate(alone, cast(Tables, tuple(packed_tables)), how, backend)
     inner, (of_cos, of_sin, of_positions, *of_heads) = levels
     if positions is not None and cos is not None and sin is not None:
         of_cos, of_sin = (0, cos.stride(0)), (0, sin.stride(0))

@@ -56,8 +56,11 @@ class _Function(Operation):
     def _run(self, z: Tensor, *flags: Any) -> tuple[Tensor]:
         return (execute.gate(None, z, self.gating(z, *flags)),)
 
-    def _gradient(self, d: Tensor, z: Tensor, needs: list[bool]) -> tuple[Tensor | None]:
-        return _by_formula(d, z, self.gating(z), needs)
+    def _gradient(self, d: Tensor, *others: Any) -> tuple[Tensor | None]:
+        z, *flags, needs = others
+        how = self.gating(z, *flags)
+        found = activations.gate_gradients(d, None, z, how.activation, how.between, *how.steps, (False, needs[0]))
+        return found[1:]
 
     def _run_gradient(self, d: Tensor, z: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
         *flags, needs = others
@@ -87,11 +90,6 @@ class _Function(Operation):
         return self(self.activation, **arguments)
 
 
-def _by_formula(d: Tensor, z: Tensor, gating: Gating, needs: list[bool]) -> tuple[Tensor | None]:
-    found = activations.gate_gradients(d, None, z, gating.activation, gating.between, *gating.steps, (False, needs[0]))
-    return found[1:]
-
-
 class _Softcap(_Function):
     """The function of x with a cap."""
 
@@ -104,11 +102,6 @@ class _Softcap(_Function):
         """The steps are rounded to ``between``."""
         between = z.dtype if round_steps and z.dtype != accumulator(z.dtype) else None
         return Gating(self.activation, between, out_dtype or z.dtype, float(cap), round_steps=round_steps)
-
-    def _gradient(  # type: ignore[override]
-        self, d: Tensor, x: Tensor, cap: float, round_steps: bool, needs: list[bool]
-    ) -> tuple[Tensor | None]:
-        return _by_formula(d, x, self.gating(x, cap, round_steps), needs)
 
     def again(self, z: Tensor, gating: Gating) -> Any:
         """The same, with the flags."""

@@ -49,17 +49,8 @@ def _selected(logits: Tensor, *others: Any) -> tuple[Tensor, ...]:
     return reference.selected(logits, *others, entropy=False)
 
 
-def _selected_gradient(
-    d: Tensor,
-    logits: Tensor,
-    ids: Tensor,
-    temperature: Tensor | None,
-    m: Tensor,
-    s: Tensor,
-    softcap: float | None,
-    ignore_index: int | None,
-    needs: list[bool],
-) -> tuple[Tensor | None]:
+def _selected_gradient(d: Tensor, *others: Any) -> tuple[Tensor | None]:
+    logits, ids, temperature, m, s, softcap, ignore_index, _ = others
     return (reference.selected_gradient(d, None, logits, ids, temperature, m, s, None, softcap, ignore_index),)
 
 
@@ -68,19 +59,8 @@ def _with_entropy(logits: Tensor, *others: Any) -> tuple[Tensor, ...]:
     return lp, entropy, m, s, entropy
 
 
-def _with_entropy_gradient(
-    d: Tensor,
-    d_entropy: Tensor,
-    logits: Tensor,
-    ids: Tensor,
-    temperature: Tensor | None,
-    m: Tensor,
-    s: Tensor,
-    entropy: Tensor,
-    softcap: float | None,
-    ignore_index: int | None,
-    needs: list[bool],
-) -> tuple[Tensor | None]:
+def _with_entropy_gradient(d: Tensor, d_entropy: Tensor, *others: Any) -> tuple[Tensor | None]:
+    logits, ids, temperature, m, s, entropy, softcap, ignore_index, _ = others
     how = (softcap, ignore_index)
     return (reference.selected_gradient(d, d_entropy, logits, ids, temperature, m, s, entropy, *how),)
 
