@@ -111,6 +111,26 @@ def test_a_backend_that_knows_gates_is_given_them(old):
     assert taken == ["Gate"]
 
 
+def test_elements_that_take_turns_for_a_backend_without_them(old):
+    """It is given rows apart; their gradients are the formula's, in one tensor."""
+    backend, taken = choose.load("old"), []
+    backend.KNOWS = frozenset(("gate", "gate_backward"))
+
+    def forward(call):
+        taken.append(call.interleaved)
+        call.out.copy_(call.y * call.z * torch.sigmoid(call.z))
+
+    backend.forward = forward
+    both, d = torch.randn(2, 16, requires_grad=True), torch.randn(2, 8)
+    with fusednorm.use_backend("old"):
+        (found,) = torch.autograd.grad(fusednorm.silu_and_mul(both, interleaved=True), both, d)
+    with fusednorm.use_backend("reference"):
+        (wanted,) = torch.autograd.grad(fusednorm.silu_and_mul(both, interleaved=True), both, d)
+    assert torch.equal(found, wanted)
+    assert taken == [False]
+    assert old == []
+
+
 def test_a_backend_is_asked_about_the_whole_operation(old):
     """A quantizer that it refuses is torch's, after the norm that it takes."""
     backend, asked = choose.load("old"), []
