@@ -27,6 +27,7 @@ A forward pass without such statements, or without accessible source, does not c
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import re
 import textwrap
@@ -99,6 +100,8 @@ def _fused(rest: list[ast.stmt], tail: list[ast.stmt], norms: frozenset[str]) ->
         if added is None:
             statement = rest.pop(0)
             if isinstance(statement, ast.If):
+                if any(_addition(branch[-1:], norms) for branch in (statement.body, statement.orelse)):
+                    statement, rest = _with_all([statement, *rest], 0), []
                 _fuse_branches(statement, rest or tail, norms, found)
             elif (sum_in := _norm_of_a_sum(statement, norms)) is not None:
                 statement = sum_in
@@ -116,6 +119,9 @@ def _fused(rest: list[ast.stmt], tail: list[ast.stmt], norms: frozenset[str]) ->
         elif (name := _norm_first_called(added.total, after, norms)) is not None:
             body += _parse(f"_normed, {added.total} = self._add_norm(self.{name}, {added.arguments()})")
             found.fused += 1
+        elif after and _may_come_first(after[0], added.total):
+            rest = [_with_all(rest, added.used)]
+            continue
         elif _returns(after or tail, added.total):
             body += _parse(f"{added.total} = self._add_last({added.arguments()})")
             found.ends, found.last_normed = True, added.first is not None
@@ -135,6 +141,22 @@ def _fused(rest: list[ast.stmt], tail: list[ast.stmt], norms: frozenset[str]) ->
     return body, found
 
 
+def _may_come_first(statement: ast.stmt, total: str) -> bool:
+    """Whether a statement is an ``if`` that may decide before the sum ``total`` is made."""
+    match statement:
+        case ast.If(test=test):
+            calls = any(isinstance(node, ast.Call | ast.NamedExpr) for node in ast.walk(test))
+            return not calls and total not in _names(test)
+    return False
+
+
+def _with_all(statements: list[ast.stmt], index: int) -> ast.If:
+    """The ``if`` of this index with the statements before and after it in both branches."""
+    before, chosen, after = statements[:index], cast(ast.If, statements[index]), statements[index + 1 :]
+    branches = [copy.deepcopy([*before, *branch, *after]) for branch in (chosen.body, chosen.orelse)]
+    return ast.If(chosen.test, *branches)
+
+
 def _fuse_branches(statement: ast.If, tail: list[ast.stmt], norms: frozenset[str], found: _Counts) -> None:
     """Fuses the additions of the branches of an ``if``, and counts those of the branch that has fewer."""
     statement.body, one = _fused(statement.body, tail, norms)
@@ -144,7 +166,8 @@ def _fuse_branches(statement: ast.If, tail: list[ast.stmt], norms: frozenset[str
     found.fused += fewer.fused
     found.normed += fewer.normed
     found.factors += fewer.factors
-    found.ends, found.last_normed = fewer.ends, fewer.last_normed
+    if fewer.ends:
+        found.ends, found.last_normed = True, fewer.last_normed
 
 
 def first_norm(layer_class: type) -> str | None:
@@ -182,22 +205,22 @@ def straight_on(model_class: type, layers: str) -> tuple[bool, str | None]:
     if len(loops) != 1:
         return False, None
     (loop,) = loops
-    for statement in loop.body:
-        match statement:
+    for call in ast.walk(loop):
+        match call:
             case ast.Assign(targets=[target], value=ast.Call(func=ast.Name(id=layer), args=[ast.Name(id=hidden), *_])):
                 if layer in _names(loop.target):
                     break
     else:
         return False, None
-    if loop.orelse:
-        return False, None
     # hidden = layer(hidden), or hidden, weights = layer(hidden), or outputs = layer(hidden) and hidden = outputs[0]
     result = ast.unparse(target.elts[0] if isinstance(target, ast.Tuple) else target)
-    index = loop.body.index(statement)
-    writes = loop.body[index : index + 1 if result == hidden else index + 2]
-    if result != hidden and ast.unparse(writes[-1]) not in (f"{hidden} = {result}", f"{hidden} = {result}[0]"):
-        return False, None
-    if any(hidden in stored(other) for other in loop.body if other not in writes):
+    own = {ast.unparse(call)} if result == hidden else {f"{hidden} = {result}", f"{hidden} = {result}[0]"}
+    for one in loop.body:
+        # A call's argument may decide that this is another sum, whose norm the next layer computes itself.
+        decided = isinstance(one, ast.If) and (call in ast.walk(one) or _names(one.test) - _names(loop.target) - {"self"})
+        if hidden in stored(one) and not decided and ast.unparse(one) not in own:
+            return False, None
+    if loop.orelse or not own & {ast.unparse(node) for node in ast.walk(loop)}:
         return False, None
     if loop not in tree.body:
         return True, None
@@ -205,6 +228,19 @@ def straight_on(model_class: type, layers: str) -> tuple[bool, str | None]:
         if hidden in _names(following):
             return True, _norm_of(following.value, hidden) if isinstance(following, ast.Assign | ast.Return) else None
     return True, None
+
+
+def in_turn(block_class: type, layers: str) -> bool:
+    """Whether a block calls its layers by their numbers, as T5's; ``layers`` is the attribute that holds them."""
+    try:
+        return f"self.{layers}[0](" in ast.unparse(source(block_class.forward)[1])  # type: ignore[attr-defined]
+    except LeftAloneError:
+        return False
+
+
+def limits_float16(module_class: type) -> bool:
+    """Whether a forward pass limits rows of float16, as many encoders do after their last addition."""
+    return "torch.float16" in ast.unparse(source(module_class.forward)[1])  # type: ignore[attr-defined]
 
 
 def source(method: Callable[..., Any]) -> tuple[Any, ast.FunctionDef]:
@@ -277,6 +313,8 @@ class _Addition:
 
 def _addition(statements: list[ast.stmt], norms: frozenset[str]) -> _Addition | None:
     """The addition with which the statements begin."""
+    if not statements:
+        return None
     for total, residual, x in _sums(statements[0]):
         match x:
             case ast.BinOp(left=term, op=ast.Mult(), right=factor):
@@ -362,7 +400,8 @@ def _terms(expression: ast.expr) -> Iterator[tuple[str, ast.expr]]:
     match expression:
         case ast.BinOp(left=one, op=ast.Add(), right=other):
             for residual, x in ((one, other), (other, one)):
-                if isinstance(residual, ast.Name):
+                # A tuple is no row, and its sums have an order.
+                if isinstance(residual, ast.Name) and not isinstance(x, ast.Tuple):
                     yield residual.id, x
 
 
@@ -389,11 +428,28 @@ def _target(statement: ast.stmt) -> str | None:
 
 
 def _returns(statements: list[ast.stmt], total: str) -> bool:
-    """Whether the statements are ``return total``, or ``return total, others``."""
+    """Whether the statements return the sum, by itself or first in a tuple, and do nothing else with it.
+
+    In float16 they may limit it before, as in many encoders.
+    """
     match statements:
-        case [ast.Return(value=ast.Name(id=name) | ast.Tuple(elts=[ast.Name(id=name), *_]))]:
-            return name == total
+        case [ast.If(test=test), *rest] if ast.unparse(test).startswith(f"{total}.dtype == torch.float16"):
+            return _returns(rest, total)
+        case [ast.Assign(targets=[ast.Name(id=packed)], value=value), *rest] if _first(value) == total:
+            # if output_attentions: outputs += (weights,)
+            more = bool(rest) and isinstance(rest[0], ast.If) and f"    {packed} += " in ast.unparse(rest[0])
+            return _returns(rest[more:], packed)
+        case [ast.Return(value=ast.expr() as value)]:
+            return total in (ast.unparse(value), _first(value))
     return False
+
+
+def _first(expression: ast.expr) -> str | None:
+    """NAME in ``(NAME, others)``, to which another tuple may be added."""
+    match expression:
+        case ast.Tuple(elts=[ast.Name(id=name), *_]) | ast.BinOp(left=ast.Tuple(elts=[ast.Name(id=name), *_])):
+            return name
+    return None
 
 
 def _names(node: ast.AST) -> set[str]:

@@ -68,10 +68,17 @@ class NormState:
 
 @dataclass
 class LayerState:
-    """The state of a layer: the norm of its result, None if that is not certain; and the layer with this norm."""
+    """The state of a layer.
+
+    Attributes:
+        following: the norm of its result; None if that is not certain.
+        between: the modules whose hooks may see the result before that norm does.
+        limited: whether the model limits the result in float16, which makes another sum of it.
+    """
 
     following: torch.nn.Module | None = None
-    next_layer: torch.nn.Module | None = None
+    between: tuple[torch.nn.Module, ...] = ()
+    limited: bool = False
 
 
 class PatchedNorm(Patched):
@@ -176,7 +183,8 @@ class PatchedLayer(Patched):
         norm, compiling = self._fusednorm.following, is_dynamo_compiling()
         # Writes, which hooks may do, are not counted if torch compiles, or in inference mode.
         unwritten = not (compiling or is_inference_mode_enabled()) or _without_hooks(self)
-        if unwritten and isinstance(norm, PatchedNorm) and not self._recomputed(compiling):
+        limited = self._fusednorm.limited and x.dtype == torch.float16
+        if unwritten and isinstance(norm, PatchedNorm) and not (limited or self._recomputed(compiling)):
             fused = _added(norm, x, residual, first, x_scale)
             if fused is not None:
                 y, total = fused
@@ -220,9 +228,8 @@ class PatchedLayer(Patched):
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator] # as for ``bare``
 def _without_hooks(layer: PatchedLayer) -> bool:
-    """Whether neither a layer nor the next one has hooks."""
-    next_layer = layer._fusednorm.next_layer
-    return bare(layer) and (next_layer is None or bare(next_layer))
+    """Whether no hook sees a layer's result before the norm of it."""
+    return all(bare(module) for module in (layer, *layer._fusednorm.between))
 
 
 #: A forward pass for each class and its norms.

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from fusednorm.transformers.activations import PatchedActivations, patch_activations
 from fusednorm.transformers.attention import PatchedAttention, patch_rotations
-from fusednorm.transformers.layers import first_norm, straight_on
+from fusednorm.transformers.layers import first_norm, in_turn, limits_float16, straight_on
 from fusednorm.transformers.modules import LayerState, NormState, PatchedLayer, PatchedNorm, rewritten_layer
 from fusednorm.transformers.norms import Forms, forms
 from fusednorm.transformers.reads import LeftAloneError, Reads
@@ -292,7 +292,8 @@ def _describe(without: Forms, gated: Forms) -> str:
 def _patch_layers(owner: torch.nn.Module, name: str, layers: torch.nn.ModuleList) -> Iterator[Outcome]:
     """Replaces layers with norms."""
     straight, final = straight_on(type(owner), name)
-    for index, layer in enumerate(layers):
+    parts = [(block, part) for block in layers for part in _parts(block)]
+    for index, (block, layer) in enumerate(parts):
         if layer is None:
             continue
         norms = _norms_of(layer)
@@ -304,12 +305,12 @@ def _patch_layers(owner: torch.nn.Module, name: str, layers: torch.nn.ModuleList
             yield type(layer).__name__, False, str(error)
             continue
         following: Any = None
-        next_layer = None
+        after: tuple[Any, Any] = (None, None)
         if found.ends and straight:
-            last = index + 1 == len(layers)
-            next_layer = None if last else layers[index + 1]
-            attribute = final if last else None if next_layer is None else first_norm(type(next_layer))
-            following = None if attribute is None else getattr(owner if last else next_layer, attribute, None)
+            last = index + 1 == len(parts)
+            after = after if last else parts[index + 1]
+            attribute = final if last else None if after[1] is None else first_norm(type(after[1]))
+            following = None if attribute is None else getattr(owner if last else after[1], attribute, None)
         handed = isinstance(following, PatchedNorm)
         if not (found.fused or handed):
             yield type(layer).__name__, False, "no norm follows its additions for certain"
@@ -317,7 +318,19 @@ def _patch_layers(owner: torch.nn.Module, name: str, layers: torch.nn.ModuleList
         what = f"additions fused: {found.additions(handed) - handed} within"
         what += ", 1 with the norm after the layer" if handed else ""
         what += f"; {found.normed} with the norm before" if found.normed else ""
-        yield _attach_layer(layer, norms, LayerState(following, next_layer) if handed else LayerState(), what)
+        state = LayerState()
+        if handed:
+            between = tuple({module for module in (block, *after) if module not in (None, layer)})
+            state = LayerState(following, between, limits_float16(type(layer)) or limits_float16(type(block)))
+        yield _attach_layer(layer, norms, state, what)
+
+
+def _parts(block: torch.nn.Module | None) -> list[Any]:
+    """The layers of a block that only calls one after the other, as T5's; else the block."""
+    match [] if block is None else list(block.named_children()):
+        case [(name, torch.nn.ModuleList() as layers)] if in_turn(type(block), name):
+            return list(layers)
+    return [block]
 
 
 def _patch_others(model: torch.nn.Module) -> Iterator[Outcome]:
