@@ -221,7 +221,8 @@ class PatchedLayer(Patched):
 
     def _recomputed(self, compiling: bool) -> bool:
         """Whether the backward pass may run this layer again by itself. Then no norm may be kept for the next layer."""
-        if is_exporting() or (self.training and getattr(self, "gradient_checkpointing", False)):
+        modules = (self, *self._fusednorm.between) if self.training else ()
+        if is_exporting() or any(getattr(module, "gradient_checkpointing", False) for module in modules):
             return True
         return not compiling and _saved_tensors_hooks(False) is not None
 

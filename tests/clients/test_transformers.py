@@ -391,9 +391,32 @@ def test_straight_on():
                 x = outputs[1]
             return self.norm(x)
 
-    for owner in (Straight, Weights, Outputs):
+    class Skipped(torch.nn.Module):
+        def forward(self, x):
+            for layer in self.layers:
+                if self.depth:
+                    x = layer(x)
+            return self.norm(x)
+
+    class Added(torch.nn.Module):
+        def forward(self, x, images):
+            for i, layer in enumerate(self.layers):
+                x = layer(x)
+                if images is not None:
+                    x = x + images[i]
+            return self.norm(x)
+
+    class Always(torch.nn.Module):
+        def forward(self, x):
+            for i, layer in enumerate(self.layers):
+                if self.positions[i] is not None:
+                    x = x + self.positions[i]
+                x = layer(x)
+            return self.norm(x)
+
+    for owner in (Straight, Weights, Outputs, Skipped, Added):
         assert layers.straight_on(owner, "layers") == (True, "norm")
-    for owner in (Between, Second):
+    for owner in (Between, Second, Always):
         assert layers.straight_on(owner, "layers") == (False, None)
 
 
@@ -424,6 +447,61 @@ def test_sums_are_handed_over_beside_other_results(name, arguments, adds):
         weight = model.model.layers[1].pre_ff_layernorm.weight if name == "Bamba" else model.model.layers[1].norm.weight
         weight.zero_()
         assert not torch.equal(model(tokens(), use_cache=False).logits, wanted)
+
+
+def t5(kind, dtype):
+    """A T5, whose blocks are lists of layers; with three layers in each stack."""
+    sizes = {"d_model": 64, "d_ff": 128, "d_kv": 16, "num_layers": 3, "num_heads": 4, "decoder_start_token_id": 1}
+    sizes |= {"dropout_rate": 0.0, "feed_forward_proj": "gated-gelu"}
+    config = getattr(transformers, f"{kind}Config")(**SMALL | sizes)
+    torch.manual_seed(0)
+    return transformers.AutoModelForSeq2SeqLM.from_config(config, dtype=dtype).eval()
+
+
+def doubled(output):
+    """In place, the rows of a block that returns them alone or with others."""
+    (output[0] if isinstance(output, tuple) else output).mul_(2)
+
+
+@pytest.mark.parametrize("kind", ["T5", "UMT5"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_layers_in_blocks(kind, dtype, unfused, monkeypatch):
+    """In float16, where a block limits its sums, none is handed over."""
+    normed, handed = [], []
+    own, of_own = modules._normed, modules.Handed
+    model = t5(kind, dtype)
+    inputs = {"input_ids": tokens(), "decoder_input_ids": tokens(), "use_cache": False}
+    with torch.no_grad():
+        wanted = model(**inputs).logits
+        report = fusednorm.transformers.patch(model, activations=False)
+        monkeypatch.setattr(modules, "_normed", lambda *norm: (normed.append(norm), own(*norm))[1])
+        monkeypatch.setattr(modules, "Handed", lambda *norm: (handed.append(norm), of_own(*norm))[1])
+        assert (report.norms, report.adds, report.across) == (17, 15, 15)
+        assert torch.equal(model(**inputs).logits, wanted) or dtype != torch.bfloat16
+        # The first norm of a stack has no addition before it.
+        assert (len(normed), len(handed)) == ((17, 0) if dtype == torch.float16 else (2, 15))
+    with torch.inference_mode():  # which counts no writes
+        model.encoder.block[1].register_forward_hook(lambda module, inputs, output: doubled(output))
+        normed.clear()
+        after = model(**inputs).logits
+        assert len(normed) == (17 if dtype == torch.float16 else 5)  # before, in and after the block
+        unfused()
+        assert torch.equal(model(**inputs).logits, after)
+
+
+def test_blocks_with_gradient_checkpointing(unfused, monkeypatch):
+    """A block runs again by itself, so none of its layers hands a norm over."""
+    monkeypatch.setattr(modules, "Handed", None)
+    model = patched(t5("T5", torch.float32)).train()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    found = []
+    for prepare in (lambda: None, unfused):
+        prepare()
+        model.zero_grad()
+        model(tokens(), labels=tokens(), use_cache=False).loss.backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
 class Llamas(torch.nn.Module):

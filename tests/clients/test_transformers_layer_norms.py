@@ -48,10 +48,10 @@ FAMILIES = {
     "DistilBERT": ("DistilBertConfig", {"dim": 64, "hidden_dim": 128, "n_layers": 3, "n_heads": 4}, 7, 7, 0, -1),
     "BART": ("BartConfig", TWO_STACKS, 17, 14, 0, 2),
     "ModernBERT": ("ModernBertConfig", {"cls_token_id": 1, "sep_token_id": 2}, 7, 6, 3, 0),
-    "Whisper": ("WhisperConfig", TWO_STACKS | WHISPER, 17, 6, 3, 0),  # an ``if`` parts other additions from their norms
+    "Whisper": ("WhisperConfig", TWO_STACKS | WHISPER, 17, 12, 6, 3),
     "ViT": ("ViTConfig", {"image_size": 16, "patch_size": 4}, 7, 6, 3, 0),
     "GPT-NeoX": ("GPTNeoXConfig", {}, 7, 3, 3, 0),
-    "GPT-2": ("GPT2Config", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256}, 7, 3, 3, 0),
+    "GPT-2": ("GPT2Config", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256}, 7, 6, 3, 0),
     "Cohere": ("CohereConfig", {"num_key_value_heads": 2}, 4, 3, 3, 0),
     "Nemotron": ("NemotronConfig", {"num_key_value_heads": 2, "head_dim": 16}, 7, 6, 3, 0),
 }
@@ -284,12 +284,46 @@ def test_layers_by_hand():
                 x = x + self.work(self.second(x))
             return x
 
+    class Before(torch.nn.Module):
+        def forward(self, x, states):
+            x = x + self.work(x)
+            if states is not None:
+                y = self.first(x)
+                x = x + self.work(y)
+            return x + self.work(self.second(x))
+
+    class Limited(torch.nn.Module):
+        def forward(self, x, weights):
+            x = x + self.work(x)
+            if x.dtype == torch.float16:
+                x = x.clamp(-60000, 60000)
+            outputs = (x,)
+            if weights is not None:
+                outputs += (weights,)
+            return outputs
+
+    class Decided(torch.nn.Module):
+        def forward(self, x):
+            x = x + self.work(x)
+            if x.sum() > 0:
+                x = self.first(x)
+            return x
+
+    class Tuples(torch.nn.Module):
+        def forward(self, x, others):
+            others = (x,) + others  # noqa: RUF005 - as models have it
+            return others  # noqa: RET504
+
     names = frozenset({"first", "second"})
+    assert layers.rewritten(Before, names)[1:5] == (1, 0, False, False)
+    assert layers.rewritten(Limited, names)[1:5] == (0, 0, True, False)
+    assert layers.limits_float16(Limited)
+    assert not layers.limits_float16(Before)
     assert layers.rewritten(Post, names)[1:5] == (2, 0, False, False)
     assert layers.rewritten(Nested, names)[1:5] == (1, 0, True, False)
     assert layers.first_norm(Nested) == "first"
     assert layers.rewritten(Branches, names)[1:] == (0, 0, True, False, (None,), frozenset({"second"}))
-    for kept in (Later, Maybe):
+    for kept in (Later, Maybe, Decided, Tuples):
         with pytest.raises(LeftAloneError, match="no addition"):
             layers.rewritten(kept, names)
 
