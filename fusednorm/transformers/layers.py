@@ -93,7 +93,7 @@ def _fused(rest: list[ast.stmt], tail: list[ast.stmt], norms: frozenset[str]) ->
     """Statements with their additions fused, before those of ``tail``."""
     body: list[ast.stmt] = []
     found = _Counts()
-    rest = list(rest)
+    rest = [made for statement in rest for made in _named(statement)]
     while rest:
         added = _addition(rest, norms)
         after = [] if added is None else rest[added.used :]
@@ -139,6 +139,14 @@ def _fused(rest: list[ast.stmt], tail: list[ast.stmt], norms: frozenset[str]) ->
         found.normed += added.first is not None
         rest = after[used:]
     return body, found
+
+
+def _named(statement: ast.stmt) -> list[ast.stmt]:
+    """A statement; ``return a + b`` as two, the first of which names the sum."""
+    match statement:
+        case ast.Return(value=ast.BinOp(op=ast.Add()) as value):
+            return _parse(f"_total = {ast.unparse(value)}\nreturn _total")
+    return [statement]
 
 
 def _may_come_first(statement: ast.stmt, total: str) -> bool:
@@ -193,7 +201,7 @@ def straight_on(model_class: type, layers: str) -> tuple[bool, str | None]:
 
     Args:
         model_class: its forward pass loops over the layers.
-        layers: the attribute that holds the layers.
+        layers: the attribute that holds the layers, with dots as the norm has them.
     """
     try:
         _, tree = source(model_class.forward)  # type: ignore[attr-defined]
@@ -226,7 +234,8 @@ def straight_on(model_class: type, layers: str) -> tuple[bool, str | None]:
         return True, None
     for following in tree.body[tree.body.index(loop) + 1 :]:
         if hidden in _names(following):
-            return True, _norm_of(following.value, hidden) if isinstance(following, ast.Assign | ast.Return) else None
+            found = re.fullmatch(rf"(?:\w+ =|return) self\.([\w.]+)\({hidden}\)", ast.unparse(following))
+            return True, found and found[1]
     return True, None
 
 
@@ -400,9 +409,13 @@ def _terms(expression: ast.expr) -> Iterator[tuple[str, ast.expr]]:
     match expression:
         case ast.BinOp(left=one, op=ast.Add(), right=other):
             for residual, x in ((one, other), (other, one)):
-                # A tuple is no row, and its sums have an order.
-                if isinstance(residual, ast.Name) and not isinstance(x, ast.Tuple):
+                if isinstance(residual, ast.Name) and not _is_tuple(x):
                     yield residual.id, x
+
+
+def _is_tuple(expression: ast.expr) -> bool:
+    """Whether this is a tuple, or a part of one, whose sums have an order."""
+    return isinstance(expression, ast.Tuple) or isinstance(getattr(expression, "slice", None), ast.Slice)
 
 
 def _norm_of(expression: ast.expr | None, argument: str) -> str | None:

@@ -341,7 +341,7 @@ def _plus(arguments: list[Any], value: Tensor, _: dtype) -> _Term | None:
 
 def _times(arguments: list[Any], value: Tensor, x_dtype: dtype) -> _Term | None:
     a, b = arguments
-    if not (isinstance(a, _Term) and isinstance(b, _Term)) or a.split != b.split or a.added or b.added:
+    if not (isinstance(a, _Term) and isinstance(b, _Term)) or a.split != b.split:
         return None
     by_kind = {a.kind: a, b.kind: b}
     if a == b and a.kind == "x" and value.dtype == _A:
@@ -353,7 +353,7 @@ def _times(arguments: list[Any], value: Tensor, x_dtype: dtype) -> _Term | None:
         return replace(by_kind["rstd"], kind="n", gate_first=x.gate_first, activation=x.activation)
     if "n" in by_kind and by_kind.keys() & {"weight", "g"} and value.dtype in (x_dtype, _A):
         g = by_kind.get("g") or by_kind["weight"]
-        return replace(by_kind["n"], kind="y", dtype=value.dtype, offset=g.offset)
+        return replace(by_kind["n"], kind="y", dtype=value.dtype, offset=g.offset, added=g.added)
     if by_kind.keys() == {"y", "activated"} and value.dtype == _A and not by_kind["y"].gate_first:
         y = by_kind["y"]
         between = None if y.dtype == x_dtype else y.dtype

@@ -176,9 +176,8 @@ def _patch(model: torch.nn.Module, kinds: set[str], changed: roundings.Roundings
         outcomes.update(_patch_norms(model, changed))
     if "additions" in kinds:
         for owner in list(model.modules()):
-            for name, layers in owner.named_children():
-                if isinstance(layers, torch.nn.ModuleList):
-                    outcomes.update(_patch_layers(owner, name, layers))
+            for name, layers in _lists_of(owner):
+                outcomes.update(_patch_layers(owner, name, layers))
         outcomes.update(_patch_others(model))
     if "rotations" in kinds:
         outcomes.update(patch_rotations(model, PatchedNorm, changed.get("rotation", {}), "gates" in kinds))
@@ -289,6 +288,15 @@ def _describe(without: Forms, gated: Forms) -> str:
     return f"{name}({', '.join(described)})"
 
 
+def _lists_of(owner: torch.nn.Module) -> Iterator[tuple[str, torch.nn.ModuleList]]:
+    """The lists of a module, also in its dictionaries, as nanoGPT and litgpt have them."""
+    for name, child in owner.named_children():
+        if isinstance(child, torch.nn.ModuleDict):
+            yield from ((f"{name}.{inner}", layers) for inner, layers in _lists_of(child))
+        elif isinstance(child, torch.nn.ModuleList):
+            yield name, child
+
+
 def _patch_layers(owner: torch.nn.Module, name: str, layers: torch.nn.ModuleList) -> Iterator[Outcome]:
     """Replaces layers with norms."""
     straight, final = straight_on(type(owner), name)
@@ -310,7 +318,7 @@ def _patch_layers(owner: torch.nn.Module, name: str, layers: torch.nn.ModuleList
             last = index + 1 == len(parts)
             after = after if last else parts[index + 1]
             attribute = final if last else None if after[1] is None else first_norm(type(after[1]))
-            following = None if attribute is None else getattr(owner if last else after[1], attribute, None)
+            following = _at(owner if last else after[1], attribute)
         handed = isinstance(following, PatchedNorm)
         if not (found.fused or handed):
             yield type(layer).__name__, False, "no norm follows its additions for certain"
@@ -323,6 +331,14 @@ def _patch_layers(owner: torch.nn.Module, name: str, layers: torch.nn.ModuleList
             between = tuple({module for module in (block, *after) if module not in (None, layer)})
             state = LayerState(following, between, limits_float16(type(layer)) or limits_float16(type(block)))
         yield _attach_layer(layer, norms, state, what)
+
+
+def _at(owner: torch.nn.Module, path: str | None) -> torch.nn.Module | None:
+    """The module below another one at a path; None if there is none."""
+    try:
+        return None if path is None else owner.get_submodule(path)
+    except AttributeError:
+        return None
 
 
 def _parts(block: torch.nn.Module | None) -> list[Any]:
