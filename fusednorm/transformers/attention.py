@@ -58,7 +58,8 @@ class PatchedTables(Patched):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original class's result."""
         tables, (kind, reads) = super().forward(*args, **kwargs), self._fusednorm
-        return kind(tables) if type(tables) is tuple and reads.hold(self) else tables
+        # Tables of learned numbers may have gradients, which ours have not.
+        return kind(tables) if type(tables) is tuple and reads.hold(self) and not tables[0].requires_grad else tables
 
 
 class PatchedAttention(Patched):
@@ -375,8 +376,8 @@ def patch_rotations(
 
 
 def _tables_of(module: torch.nn.Module) -> tuple[Any, Reads] | None:
-    """The kind of a module's tables, if it may have some: it has neither children nor parameters, but buffers."""
-    leaf = next(module.children(), None) is None and next(module.parameters(), None) is None
+    """The kind of a module's tables, if it may have some: it has no children, but buffers."""
+    leaf = next(module.children(), None) is None
     reads = Reads()
     may = leaf and next(module.buffers(), None) is not None and not isinstance(module, Patched)
     kind = tables_of(module, reads) if may else None

@@ -326,6 +326,8 @@ def _addition(statements: list[ast.stmt], norms: frozenset[str]) -> _Addition | 
         return None
     for total, residual, x in _sums(statements[0]):
         match x:
+            case ast.BinOp(left=ast.Constant() | ast.Attribute() as factor, op=ast.Mult(), right=term):
+                return _Addition(total, residual, term, None, factor, 1)
             case ast.BinOp(left=term, op=ast.Mult(), right=factor):
                 return _Addition(total, residual, term, None, factor, 1)
         return _Addition(total, residual, x, None, None, 1)
@@ -333,7 +335,7 @@ def _addition(statements: list[ast.stmt], norms: frozenset[str]) -> _Addition | 
     if name in norms and len(statements) > 1:
         for total, residual, term in _sums(statements[1]):
             # The sum must overwrite the norm's result, which keeps no name.
-            if isinstance(term, ast.Name) and term.id == h == total != residual:
+            if isinstance(term, ast.Name) and term.id == h == total and total not in re.findall(r"\w+", residual):
                 return _Addition(total, residual, x, name, None, 2)
     return None
 
@@ -397,7 +399,7 @@ def _first_called(node: ast.AST) -> ast.Call | None:
 
 
 def _sums(statement: ast.stmt) -> Iterator[tuple[str, str, ast.expr]]:
-    """The parts of ``sum = residual + term``: the names of the sum and of the residual, and the term."""
+    """The parts of ``sum = residual + term``: the name of the sum, the residual, and the term."""
     target = _target(statement)
     if target is not None:
         for residual, x in _terms(cast(ast.Assign, statement).value):
@@ -405,12 +407,15 @@ def _sums(statement: ast.stmt) -> Iterator[tuple[str, str, ast.expr]]:
 
 
 def _terms(expression: ast.expr) -> Iterator[tuple[str, ast.expr]]:
-    """The name of the residual and the term of ``residual + term``. Of two names either may be the residual."""
+    """The residual and the term of ``residual + term``. Of two names either may be the residual."""
     match expression:
         case ast.BinOp(left=one, op=ast.Add(), right=other):
-            for residual, x in ((one, other), (other, one)):
-                if isinstance(residual, ast.Name) and not _is_tuple(x):
-                    yield residual.id, x
+            for residual, x in sorted(((one, other), (other, one)), key=lambda pair: not isinstance(pair[0], ast.Name)):
+                match residual:
+                    # residual * self.alpha, as MiniMax has it, is as little work as it was
+                    case ast.Name() | ast.BinOp(left=ast.Name(), op=ast.Mult(), right=ast.Attribute()):
+                        if not _is_tuple(x):
+                            yield ast.unparse(residual), x
 
 
 def _is_tuple(expression: ast.expr) -> bool:

@@ -30,7 +30,7 @@ from fusednorm.operations.two_norms import (
     rms_norm_add_rms_norm_on_fast_path,
 )
 from fusednorm.transformers.layers import Rewritten, evaluated, rewritten
-from fusednorm.transformers.norms import Forms, Taken, taken
+from fusednorm.transformers.norms import Forms, Taken, narrower, taken
 from fusednorm.transformers.reads import Reads
 from fusednorm.transformers.replacing import Patched, bare
 
@@ -135,9 +135,11 @@ class PatchedNorm(Patched):
         return taken(state.forms, state.reads, x, self) if isinstance(x, Tensor) else None
 
     def _taken_with_gate(self, x: Any, gate: Any) -> Taken | None:
-        if not (isinstance(x, Tensor) and isinstance(gate, Tensor) and x.dtype == gate.dtype and x.shape == gate.shape):
+        if not (isinstance(x, Tensor) and isinstance(gate, Tensor) and x.shape == gate.shape):
             return None
-        return taken(self._fusednorm.gated, self._fusednorm.reads, x, self)
+        norm = taken(self._fusednorm.gated, self._fusednorm.reads, x, self)
+        fits = norm is not None and gate.dtype == narrower(x.dtype, None if norm.weight is None else norm.weight.dtype)
+        return norm if fits else None
 
 
 class PatchedLayer(Patched):

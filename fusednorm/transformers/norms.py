@@ -23,7 +23,8 @@ aten = torch.ops.aten
 _A = torch.float32  # the accumulator type
 #: Whether there is autocast on any device, which torch tells sooner than that of one device.
 _autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
-_PAIRS = [(x, weight) for x in (torch.float16, torch.bfloat16, _A) for weight in dict.fromkeys((x, _A))]
+#: Rows and weights of one dtype, or one of both in float32, as the rows of Mamba 2's states are.
+_PAIRS = [*(pair for x in (torch.float16, torch.bfloat16) for pair in ((x, x), (x, _A), (_A, x))), (_A, _A)]
 
 
 @dataclass(frozen=True)
@@ -99,12 +100,17 @@ def taken(found: Forms, reads: Reads, x: Tensor, module: torch.nn.Module) -> Tak
     return Taken(form, weight + form.added if form.added else weight, bias)
 
 
+def narrower(x: dtype, weight: dtype | None) -> dtype:
+    """The dtype of the gate of such rows and such a weight: that of the model's matrix products."""
+    return x if weight is None or x.itemsize < weight.itemsize else weight
+
+
 def forms(module: torch.nn.Module, reads: Reads | None = None, gated: bool = False) -> Forms:
     """A module's forms, by the dtypes of input and weight.
 
-    With ``gated`` the module takes a gate after its input, of the input's shape and dtype. A pair of dtypes is missing
-    if the module returns another dtype than its input's, or rounds where no flag does. ``reads`` gets the attributes
-    with which the forms hold.
+    With ``gated`` the module takes a gate after its input, of its shape. A pair of dtypes is missing if the module
+    returns another dtype than its input's, or rounds where no flag does. ``reads`` gets the attributes with which the
+    forms hold.
 
     Raises:
         LeftAloneError: the module has no form.
@@ -173,7 +179,8 @@ def _form(
 
     x, weight = ((*leading, length), x_dtype), None if weight_dtype is None else ((length,), weight_dtype)
     bias = None if getattr(module, "bias", None) is None else weight
-    return _read(traced(call, x, weight, bias, *([x] if gated else [])), x_dtype, gated)
+    gate = (*leading, length), narrower(x_dtype, weight_dtype)
+    return _read(traced(call, x, weight, bias, *([gate] if gated else [])), x_dtype, gated)
 
 
 @dataclass(frozen=True)

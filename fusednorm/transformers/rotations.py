@@ -245,9 +245,9 @@ def tables_of(module: torch.nn.Module, reads: Reads) -> type[Tables] | None:
     ``reads`` gets the attributes with which it does so.
     """
     forward = inspect.unwrap(type(module).forward)
-    others = list(inspect.signature(forward).parameters.values())[3:]
-    required = [parameter for parameter in others if parameter.default is parameter.empty]
-    if len(required) > 1 or any(parameter.kind is not parameter.POSITIONAL_OR_KEYWORD for parameter in required):
+    parameters = list(inspect.signature(forward).parameters.values())
+    required = [parameter for parameter in parameters[3:] if parameter.default is parameter.empty]
+    if len(parameters) < 3 or len(required) > 1 or any(parameter.kind is not parameter.POSITIONAL_OR_KEYWORD for parameter in required):
         return None
     layers: list[tuple[str, ...]] = [(name,) for name in getattr(module, "layer_types", ())] if required else [()]
 
@@ -269,8 +269,8 @@ def _tables(
     of_layer: tuple[str, ...],
     of_positions: tuple[int, ...],
 ) -> type[Tables] | None:
-    for name, buffer in module.named_buffers():
-        bare._buffers[name] = torch.ones(buffer.shape, dtype=buffer.dtype)
+    for own, tensors in ((bare._buffers, module._buffers), (bare._parameters, module._parameters)):
+        own.update({name: torch.ones(x.shape, dtype=x.dtype) for name, x in tensors.items() if x is not None})
     with torch.no_grad(), torch.autocast("cpu", enabled=False), Symbols() as symbols:
         x, positions = torch.ones(2, 3, 4), torch.ones(of_positions, dtype=torch.int64)
         try:
