@@ -293,7 +293,20 @@ def test_layer_by_hand():
             x = self.first(hidden_states)
             hidden_states = residual + x
             hidden_states = self.second(x)
-            return hidden_states + x
+            return self.work(hidden_states + x)
+
+    class Scaled(torch.nn.Module):
+        def forward(self, hidden_states):
+            residual = self.first(hidden_states)
+            hidden_states = residual * self.alpha + self.work(residual) * self.beta
+            hidden_states = self.second(hidden_states)
+            return hidden_states + 0.5 * self.work(hidden_states)
+
+    class Own(torch.nn.Module):
+        def forward(self, x):
+            x = self.first(x)
+            x = x * self.alpha + x
+            return self.work(x)
 
     names = frozenset({"first", "second"})
     assert layers.rewritten(Layer, names)[1:5] == (1, 0, True, False)
@@ -302,7 +315,9 @@ def test_layer_by_hand():
     assert layers.rewritten(Kept, names)[1:5] == (1, 0, False, False)
     assert layers.rewritten(Normed, names)[1:5] == (2, 2, True, True)
     assert layers.rewritten(Normed, frozenset({"first"}))[1:5] == (1, 1, True, False)
-    for kept in (Other, Twice):
+    assert layers.rewritten(Scaled, names)[1:5] == (1, 0, True, False)
+    assert layers.rewritten(Scaled, names).factors == ("self.beta", "0.5")
+    for kept in (Other, Twice, Own):
         with pytest.raises(LeftAloneError, match="no addition"):
             layers.rewritten(kept, names)
     assert (layers.first_norm(Layer), layers.first_norm(Kept), layers.first_norm(Other)) == ("first", "work", "work")
@@ -447,6 +462,53 @@ def test_sums_are_handed_over_beside_other_results(name, arguments, adds):
         weight = model.model.layers[1].pre_ff_layernorm.weight if name == "Bamba" else model.model.layers[1].norm.weight
         weight.zero_()
         assert not torch.equal(model(tokens(), use_cache=False).logits, wanted)
+
+
+class Block(torch.nn.Module):
+    """A layer as litgpt's: it returns a sum, and its residual has a factor."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm_1, self.norm_2 = torch.nn.RMSNorm(16, 1e-5), torch.nn.RMSNorm(16, 1e-5)
+        self.work, self.alpha, self.beta = torch.nn.Linear(16, 16), 1.5, 0.3
+
+    def forward(self, x):
+        y = self.work(self.norm_1(x))
+        x = x * self.alpha + y * self.beta
+        y = self.norm_2(x)
+        return self.work(y) + x
+
+
+class GPT(torch.nn.Module):
+    """A model as nanoGPT and litgpt have it, with its layers in a dictionary."""
+
+    def __init__(self):
+        super().__init__()
+        parts = {"h": torch.nn.ModuleList(Block() for _ in range(3)), "ln_f": torch.nn.RMSNorm(16, 1e-5)}
+        self.transformer = torch.nn.ModuleDict(parts)
+
+    def forward(self, x):
+        for i, block in enumerate(self.transformer.h):
+            if i == 1:
+                x = block(x)
+            else:
+                x = block(x)
+        x = self.transformer.ln_f(x)
+        return x * 2
+
+
+def test_layers_in_a_dictionary(unfused):
+    torch.manual_seed(0)
+    model, x = GPT().bfloat16(), torch.randn(2, 5, 16).bfloat16()
+    wanted = model(x)
+    report = fusednorm.transformers.patch(model)
+    assert (report.norms, report.adds, report.across) == (7, 6, 3)
+    y = model(x)
+    assert (y != wanted).float().mean() < 0.01
+    unfused()
+    assert torch.equal(model(x), y)
+    fusednorm.transformers.unpatch(model)
+    assert torch.equal(model(x), wanted)
 
 
 def t5(kind, dtype):
@@ -839,6 +901,45 @@ def test_gated_norms_are_theirs(name, dtype):
         steps = (found.view(torch.int16).int() - wanted.view(torch.int16).int()).abs()
         assert steps.max() <= 2
         assert (steps > 0).float().mean() < 0.002
+
+
+def test_a_gated_norm_of_float32_rows():
+    """Mamba 2's states are in float32, its gate and weight in 16 bits; other dtypes run the module's own code."""
+    norm = theirs("MambaRMSNormGated")(64).bfloat16()
+    with torch.no_grad():
+        norm.weight += 0.1 * torch.randn(64)
+    model = torch.nn.Sequential(norm)
+    x, gate = (torch.randn(512, 64, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    wanted = norm(x, gate.bfloat16()), norm(x, gate)
+    assert fusednorm.transformers.patch(model).norms == 1
+    found = norm(x, gate.bfloat16())
+    assert found.dtype == torch.float32
+    assert not torch.equal(found, wanted[0])
+    assert torch.allclose(found, wanted[0], rtol=1e-5, atol=1e-6)
+    assert torch.equal(norm(x, gate), wanted[1])
+    flags = {"eps": norm.variance_epsilon, "norm_before_gate": False}
+    assert torch.equal(found, fusednorm.rms_norm_gated(x, gate.bfloat16(), norm.weight, **flags))
+
+
+def test_a_weight_that_gets_one_in_its_own_dtype():
+    """As Muse Spark's and litgpt's Gemma: 1 + weight is rounded to 16 bits, and then the row is multiplied by it."""
+
+    class Centered(Llamas):
+        def forward(self, x):
+            h = x.float()
+            h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.epsilon)
+            return (h * (1.0 + self.weight).float()).to(x.dtype)
+
+    norm = Centered().bfloat16()
+    with torch.no_grad():
+        norm.weight.copy_(torch.rand(16))
+    model, x = torch.nn.Sequential(norm), torch.randn(4096, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    wanted = model(x)
+    assert fusednorm.transformers.patch(model).norms == 1
+    found = model(x)
+    assert torch.equal(found, fusednorm.rms_norm(x, norm.weight + 1.0, norm.epsilon))
+    assert (found != wanted).float().mean() < 8 / 65536
+    assert (fusednorm.rms_norm(x, norm.weight, norm.epsilon, weight_offset=1.0) != wanted).float().mean() > 0.05
 
 
 #: Configuration class, its arguments, and the modules that have a gate of ours.

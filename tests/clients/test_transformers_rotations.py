@@ -183,6 +183,29 @@ def test_tables_of_three_rows_of_positions(calls):
     assert len(calls) == 3
 
 
+def test_tables_with_learned_numbers(calls):
+    """As Mistral Large 4's. Where their gradients are recorded the model's own code rotates."""
+    model = build("Llama")
+    tables = model.model.rotary_emb
+
+    class Learned(type(tables)):
+        def forward(self, x, position_ids):
+            angles = position_ids[..., None].float() * self.inv_freq * self.alpha.exp()
+            both = torch.cat((angles, angles), -1)
+            return both.cos().to(x.dtype), both.sin().to(x.dtype)
+
+    tables.__class__, tables.alpha = Learned, torch.nn.Parameter(torch.rand(tables.inv_freq.shape))
+    before, loss = answers(model), model(tokens(), labels=tokens()).loss
+    loss.backward()
+    wanted, tables.alpha.grad = tables.alpha.grad, None
+    assert fusednorm.transformers.patch(model, steps="rotations").rotations == 3
+    assert all(map(torch.equal, answers(model), before))
+    assert len(calls) == 6
+    model(tokens(), labels=tokens()).loss.backward()
+    assert torch.equal(tables.alpha.grad, wanted)
+    assert len(calls) == 6
+
+
 def test_q_and_k_one_after_the_other(monkeypatch):
     """Gemma 4's function takes one of them; a layer that shares its keys with another one rotates q alone."""
     layers = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
