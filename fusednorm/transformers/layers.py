@@ -225,7 +225,9 @@ def straight_on(model_class: type, layers: str) -> tuple[bool, str | None]:
     own = {ast.unparse(call)} if result == hidden else {f"{hidden} = {result}", f"{hidden} = {result}[0]"}
     for one in loop.body:
         # A call's argument may decide that this is another sum, whose norm the next layer computes itself.
-        decided = isinstance(one, ast.If) and (call in ast.walk(one) or _names(one.test) - _names(loop.target) - {"self"})
+        decided = isinstance(one, ast.If) and (
+            call in ast.walk(one) or _names(one.test) - _names(loop.target) - {"self"}
+        )
         if hidden in stored(one) and not decided and ast.unparse(one) not in own:
             return False, None
     if loop.orelse or not own & {ast.unparse(node) for node in ast.walk(loop)}:

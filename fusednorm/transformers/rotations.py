@@ -247,7 +247,11 @@ def tables_of(module: torch.nn.Module, reads: Reads) -> type[Tables] | None:
     forward = inspect.unwrap(type(module).forward)
     parameters = list(inspect.signature(forward).parameters.values())
     required = [parameter for parameter in parameters[3:] if parameter.default is parameter.empty]
-    if len(parameters) < 3 or len(required) > 1 or any(parameter.kind is not parameter.POSITIONAL_OR_KEYWORD for parameter in required):
+    if (
+        len(parameters) < 3
+        or len(required) > 1
+        or any(parameter.kind is not parameter.POSITIONAL_OR_KEYWORD for parameter in required)
+    ):
         return None
     layers: list[tuple[str, ...]] = [(name,) for name in getattr(module, "layer_types", ())] if required else [()]
 
@@ -269,8 +273,9 @@ def _tables(
     of_layer: tuple[str, ...],
     of_positions: tuple[int, ...],
 ) -> type[Tables] | None:
-    for own, tensors in ((bare._buffers, module._buffers), (bare._parameters, module._parameters)):
-        own.update({name: torch.ones(x.shape, dtype=x.dtype) for name, x in tensors.items() if x is not None})
+    for name, tensor in [*module.named_buffers(), *module.named_parameters()]:
+        own: dict[str, Any] = bare._buffers if name in bare._buffers else bare._parameters
+        own[name] = torch.ones(tensor.shape, dtype=tensor.dtype)
     with torch.no_grad(), torch.autocast("cpu", enabled=False), Symbols() as symbols:
         x, positions = torch.ones(2, 3, 4), torch.ones(of_positions, dtype=torch.int64)
         try:

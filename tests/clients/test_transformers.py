@@ -472,7 +472,7 @@ class Block(torch.nn.Module):
         self.norm_1, self.norm_2 = torch.nn.RMSNorm(16, 1e-5), torch.nn.RMSNorm(16, 1e-5)
         self.work, self.alpha, self.beta = torch.nn.Linear(16, 16), 1.5, 0.3
 
-    def forward(self, x):
+    def forward(self, x, mask=None):
         y = self.work(self.norm_1(x))
         x = x * self.alpha + y * self.beta
         y = self.norm_2(x)
@@ -489,10 +489,10 @@ class GPT(torch.nn.Module):
 
     def forward(self, x):
         for i, block in enumerate(self.transformer.h):
-            if i == 1:
+            if i != 1:
                 x = block(x)
-            else:
-                x = block(x)
+                continue
+            x = block(x, None)
         x = self.transformer.ln_f(x)
         return x * 2
 
