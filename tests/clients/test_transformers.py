@@ -489,10 +489,10 @@ class GPT(torch.nn.Module):
 
     def forward(self, x):
         for i, block in enumerate(self.transformer.h):
-            if i != 1:
+            if i == 1:  # noqa: SIM108 - as litgpt has it
                 x = block(x)
-                continue
-            x = block(x, None)
+            else:
+                x = block(x, None)
         x = self.transformer.ln_f(x)
         return x * 2
 
