@@ -22,7 +22,7 @@ from fusednorm.operations import gate as gates
 from fusednorm.operations.norm import rms_norm
 from fusednorm.operations.norm_gated import rms_norm_gated
 from fusednorm.transformers.mlps import DTYPES, MLP, activation_of, mlp
-from fusednorm.transformers.norms import Form, Forms, forms, taken
+from fusednorm.transformers.norms import Forms, Taken, forms, taken
 from fusednorm.transformers.reads import LeftAloneError, Reads
 from fusednorm.transformers.rotations import Halves, Pairs, Rotation, Tables, rotations
 
@@ -38,10 +38,10 @@ class RMSNorm(_Layer):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalises hidden_states, [..., N], as the module's class does, or calls that class."""
-        form = _form(self, hidden_states, forms)
-        if form is None:
+        norm = _norm(self, hidden_states, forms)
+        if norm is None:
             return type(self).forward(self, hidden_states)
-        return rms_norm(hidden_states, getattr(self, "weight", None), form.eps, **form.of_norm)
+        return rms_norm(hidden_states, norm.weight, norm.form.eps, **norm.form.of_norm)
 
 
 class RMSNormGated(_Layer):
@@ -49,12 +49,12 @@ class RMSNormGated(_Layer):
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         """Normalises hidden_states and gates them, both [..., N], as the module's class does, or calls that class."""
-        form = None
+        norm = None
         if gate is not None and gate.dtype == hidden_states.dtype and gate.shape == hidden_states.shape:
-            form = _form(self, hidden_states, _gated_forms)
-        if form is None or gate is None:
+            norm = _norm(self, hidden_states, _gated_forms)
+        if norm is None or gate is None:
             return type(self).forward(self, hidden_states, gate)
-        return rms_norm_gated(hidden_states, gate, getattr(self, "weight", None), form.eps, **form.of_gate)
+        return rms_norm_gated(hidden_states, gate, norm.weight, norm.form.eps, **norm.form.of_gate)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -78,12 +78,12 @@ def _gated_forms(module: torch.nn.Module, reads: Reads) -> Forms:
     return forms(module, reads, gated=True)
 
 
-def _form(module: torch.nn.Module, x: Tensor, trace: Callable[[torch.nn.Module, Reads], Forms]) -> Form | None:
-    """A module's form for x."""
+def _norm(module: torch.nn.Module, x: Tensor, trace: Callable[[torch.nn.Module, Reads], Forms]) -> Taken | None:
+    """A module's form for x, and its weight."""
     _trace(module, trace)
     reads, found = module.__dict__["_fusednorm_traced"]
     norm = None if found is None else taken(found, reads, x, module)
-    return None if norm is None or norm.form.center else norm.form
+    return None if norm is None or norm.form.center else norm
 
 
 class SiLU(_Layer):

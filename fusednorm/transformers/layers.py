@@ -100,7 +100,8 @@ def _fused(rest: list[ast.stmt], tail: list[ast.stmt], norms: frozenset[str]) ->
         if added is None:
             statement = rest.pop(0)
             if isinstance(statement, ast.If):
-                if any(_addition(branch[-1:], norms) for branch in (statement.body, statement.orelse)):
+                last = [_addition(branch[-1:], norms) for branch in (statement.body, statement.orelse)]
+                if any(added is not None and _norm_after(added.total, rest, norms) for added in last):
                     statement, rest = _with_all([statement, *rest], 0), []
                 _fuse_branches(statement, rest or tail, norms, found)
             elif (sum_in := _norm_of_a_sum(statement, norms)) is not None:

@@ -934,10 +934,11 @@ def test_a_weight_that_gets_one_in_its_own_dtype():
     with torch.no_grad():
         norm.weight.copy_(torch.rand(16))
     model, x = torch.nn.Sequential(norm), torch.randn(4096, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
-    wanted = model(x)
+    wanted, by_kernels = model(x), hub.RMSNorm.forward(copy.deepcopy(norm), x)
     assert fusednorm.transformers.patch(model).norms == 1
     found = model(x)
     assert torch.equal(found, fusednorm.rms_norm(x, norm.weight + 1.0, norm.epsilon))
+    assert torch.equal(found, by_kernels)
     assert (found != wanted).float().mean() < 8 / 65536
     assert (fusednorm.rms_norm(x, norm.weight, norm.epsilon, weight_offset=1.0) != wanted).float().mean() > 0.05
 

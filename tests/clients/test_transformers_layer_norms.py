@@ -315,7 +315,7 @@ def test_layers_by_hand():
             return others  # noqa: RET504
 
     names = frozenset({"first", "second"})
-    assert layers.rewritten(Before, names)[1:5] == (1, 0, False, False)
+    assert layers.rewritten(Before, names)[1:5] == (1, 0, True, False)
     assert layers.rewritten(Limited, names)[1:5] == (0, 0, True, False)
     assert layers.limits_float16(Limited)
     assert not layers.limits_float16(Before)
