@@ -82,7 +82,7 @@ class PatchedAttention(Patched):
         the source takes ``tables`` apart into cos and sin.
         """
         site = self._sites[number]
-        rotation = self._rotation(site, function, q, k, tables)
+        rotation = self._rotation(site, function, q, tables)
         form = q_weight = k_weight = None
         if site.norms:
             modules: dict[str, Any] = self._modules
@@ -92,30 +92,35 @@ class PatchedAttention(Patched):
                 q, k = q_norm(q), k_norm(k)
             else:
                 form, q_weight, k_weight = one.form, one.weight, other.weight
-        if rotation is None:
-            if site.transposed:
-                q, k = q.transpose(1, 2), k.transpose(1, 2)
-            cos, sin = tables
-            rotated: tuple[Any, Any] = function(q, k, cos, sin, **site.arguments)
-            return rotated
-        if rotation.heads == 1 and not site.transposed:
+        if rotation is not None:
+            x, y = q, k
+            if rotation.heads == 1 and not site.transposed:
+                x, y = x.transpose(1, 2), y.transpose(1, 2)
+            if rotation.to_halves:
+                x, y = _as_halves(x, tables.size), _as_halves(y, tables.size)
+            cos, sin = tables.angles
+            rotated: tuple[Any, Any] | None = rotation.of(x, y, cos, sin, form, q_weight, k_weight, tables)
+            if rotated is not None:
+                return rotated
+            if form is not None:
+                q, k = q_norm(q), k_norm(k)
+        if site.transposed:
             q, k = q.transpose(1, 2), k.transpose(1, 2)
-        if rotation.to_halves:
-            q, k = _as_halves(q, tables.size), _as_halves(k, tables.size)
-        cos, sin = tables.angles
-        return rotation.of(q, k, cos, sin, form, q_weight, k_weight)
+        cos, sin = tables
+        rotated = function(q, k, cos, sin, **site.arguments)
+        return rotated
 
     def _rotate_one(self, number: int, function: Callable[..., Any], x: Tensor, tables: Any) -> Any:
         """q or k, rotated as at the site of this number, whose function takes one of them."""
         site = self._sites[number]
-        rotation = self._rotation(site, function, x, x, tables)
-        if rotation is None or rotation.to_halves:
+        rotation = self._rotation(site, function, x, tables)
+        heads = x.transpose(1, 2) if rotation is not None and rotation.heads == 1 else x
+        if rotation is None or rotation.to_halves or not tables.fit(heads, heads):
             cos, sin = tables
             return function(x, cos, sin, **site.arguments)
         flags: dict[str, Any] = {"interleaved": rotation.interleaved, "round_products": rotation.round_products}
-        if rotation.heads == 1:
-            return rotate(x.transpose(1, 2), *tables.angles, **flags).transpose(1, 2)
-        return rotate(x, *tables.angles, **flags)
+        y = rotate(heads, *tables.angles, **flags)
+        return y.transpose(1, 2) if rotation.heads == 1 else y
 
     def rotated(self, q: Tensor, k: Tensor, tables: Any) -> tuple[Tensor, Tensor] | None:
         """q and k, [batch, tokens, heads, D], rotated as at the first site; None where its function has to do it."""
@@ -147,19 +152,16 @@ class PatchedAttention(Patched):
                 steps += [] if step in steps else [step]
         return steps
 
-    def _rotation(self, site: Site, function: Callable[..., Any], q: Tensor, k: Tensor, tables: Any) -> Rotation | None:
-        """The rotation of q and k; None where the function has to compute it."""
-        if not (self._fusednorm and isinstance(tables, Tables)) or function is not site.function or replaced(function):
+    def _rotation(self, site: Site, function: Callable[..., Any], q: Tensor, tables: Any) -> Rotation | None:
+        """The rotation of such a q and of a k that fits; None where the function has to compute it."""
+        state = self._fusednorm
+        if not (state and isinstance(tables, Tables)) or function is not site.function or replaced(function):
             return None
-        of_q, of_k, dtype, dims = q.shape, k.shape, q.dtype, q.dim()
-        rotation = site.rotations.get((dtype, tables.dtype, tables.columns, of_q[-1] == tables.size, dims))
-        if rotation is None or not dims == len(of_k) == tables.dims + 1 or k.dtype != dtype or of_q[-1] < tables.size:
+        size, dims = q.size(-1), q.dim()
+        rotation = site.rotations.get((q.dtype, tables.dtype, tables.columns, size == tables.size, dims))
+        if rotation is None or dims != tables.dims + 1 or size < tables.size or (site.transposed and dims != 4):
             return None
-        if site.transposed and dims != 4:
-            return None
-        tokens = -3 if site.transposed or rotation.heads == -2 else -2
-        fits = of_q[tokens] == of_k[tokens] == tables.tokens and (dims == 3 or tables.batch in (1, of_q[0]))
-        return self._changed(rotation) if fits else None
+        return rotation if state is True else self._changed(rotation)
 
     def _changed(self, rotation: Rotation) -> Rotation:
         """The rotation with the flags of this module's state."""

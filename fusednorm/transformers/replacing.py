@@ -68,7 +68,7 @@ def replaced(module: Any) -> bool:
 
     That code may also store the class's own forward pass in the module, which replaces nothing.
     """
-    attached = [vars(module)[name] for name in ATTACHED if name in vars(module)]
+    attached = [own[name] for name in ATTACHED if name in own] if (own := vars(module)) else []
     return bool(attached) and not any(
         isinstance(method, MethodType) and method.__func__ is type(module).forward for method in attached
     )

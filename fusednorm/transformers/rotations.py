@@ -50,20 +50,23 @@ class Rotation:
         norm: Form | None = None,
         q_weight: Tensor | None = None,
         k_weight: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        tables: Tables | None = None,
+    ) -> Any:
         """Rotated q and k, [batch, tokens, heads, D], with pairs as halves already, as the function returns them.
 
-        With ``norm`` they are normalised first.
+        With ``norm`` they are normalised first. None if ``tables``, whose cos and sin are given, do not fit both.
         """
         interleaved, products = self.interleaved and not self.to_halves, self.round_products
         eps, offset, rounded = (0.0, 0.0, False) if norm is None else (norm.eps, norm.weight_offset, norm.round_norm)
         both: tuple[Tensor, Tensor] | None = None
-        if not is_dynamo_compiling():
+        if not is_dynamo_compiling():  # C, which compares shapes, is asked before they are
             both = qk_norm_rope_on_fast_path(
                 q, k, q_weight, k_weight, cos, sin, eps, norm is not None, None, interleaved, products, None, offset,
                 rounded,
             )  # fmt: skip
         if both is None:
+            if tables is not None and not tables.fit(q, k):
+                return None
             both = qk_norm_rope(
                 q, k, q_weight, k_weight, cos, sin, eps, norm=norm is not None, interleaved=interleaved,
                 round_products=products, weight_offset=offset, round_norm=rounded,
@@ -185,6 +188,13 @@ class Tables(tuple[Tensor, Tensor]):
         self.batch = batch[0] if batch else 1
         self.size, self.dtype, self.dims = 2 * angles, cos.dtype, cos.dim()
         return self
+
+    def fit(self, q: Tensor, k: Tensor) -> bool:
+        """Whether these are of the tokens of q and k, [batch, tokens, heads, D] or [tokens, heads, D]."""
+        of_q, of_k = q.shape, k.shape
+        if len(of_q) != len(of_k) or q.dtype != k.dtype:
+            return False
+        return of_q[-3] == of_k[-3] == self.tokens and (len(of_q) == 3 or self.batch in (1, of_q[0]))
 
     @staticmethod
     def to_angles(table: Tensor) -> Tensor:
