@@ -2,9 +2,10 @@
 
 Each model has random weights and is built from its configuration: nothing is downloaded. First the answers: logits,
 hidden states and 64 greedy tokens with and without the patch, and one training step; then times, alternating in one
-process. ``--profile`` says where the time of one token goes. ``--encoders`` takes models with LayerNorms, and also
-leaves out what takes most of their time. ``--training`` measures the memory and the time of a step of training.
-``--sizes`` takes models with the configurations of published ones and measures times alone.
+process. ``--profile`` says where the time of one token goes, and how long it would take if the patch took none.
+``--encoders`` takes models with LayerNorms, and also leaves out what takes most of their time. ``--training`` measures
+the memory and the time of a step of training. ``--sizes`` takes models with the configurations of published ones and
+measures times alone.
 
     python -P benchmarks/transformers_models.py
     python -P benchmarks/transformers_models.py --profile
@@ -16,6 +17,8 @@ leaves out what takes most of their time. ``--training`` measures the memory and
 from __future__ import annotations
 
 import argparse
+import copy
+import functools
 import itertools
 import math
 import statistics
@@ -28,6 +31,8 @@ import torch
 import transformers
 
 import fusednorm.transformers
+from fusednorm.transformers import activations, modules, rotations
+from fusednorm.transformers.replacing import Patched
 
 VOCABULARY = 512
 SHAPE = {
@@ -95,6 +100,8 @@ PUBLISHED = {
         },
     ),
 }
+#: The methods that are fused steps of patched modules, beside a norm's forward pass.
+STEPS = ("_add_norm", "_add_last", "_norm_add", "_rotate", "_rotate_one", "_gate")
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "deepseek_v3"]
 
 
@@ -206,36 +213,122 @@ def times(
     return {name: (statistics.median(without), statistics.median(with_)) for name, (without, with_) in measured.items()}
 
 
-def profile(kind: str, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of one token after 128 without and with the patch: in all, in matrix products, in attention."""
-    model = build(kind, SHAPE, torch.bfloat16)
-    spent = dict.fromkeys(("linear", "scaled_dot_product_attention"), 0.0)
-    functions = {name: getattr(torch.nn.functional, name) for name in spent}
+class Replay:
+    """The results of calls of one function after the other in a decoded token, and those of C within each call."""
 
-    def timed(name: str) -> Any:
-        def function(*args: Any, **kwargs: Any) -> Any:
-            begin = time.perf_counter()
-            result = functions[name](*args, **kwargs)
-            spent[name] += time.perf_counter() - begin
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, list[Callable[[], Any]]]] = []
+        self.of_c: list[Callable[[], Any]] = []
+        self.inside = False
+        self.following = iter(self.calls)
+
+    def noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, whose outermost calls are noted."""
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            if self.inside:
+                return function(*arguments, **named)
+            self.inside, self.of_c = True, []
+            result = function(*arguments, **named)
+            self.inside = False
+            self.calls.append((result, self.of_c))
             return result
 
-        return function
+        return call
 
-    least = {name: [math.inf, math.inf] for name in ("all", *spent)}
-    with torch.no_grad():
-        for turn in range(2 * rounds):
-            (fusednorm.transformers.patch if turn % 2 else fusednorm.transformers.unpatch)(model)
-            cache = model(tokens(1, 128), use_cache=True).past_key_values
-            for count in range(40):
-                for name in spent:
-                    spent[name] = 0.0
-                    setattr(torch.nn.functional, name, timed(name) if count % 2 else functions[name])
-                begin = time.perf_counter()
-                model(tokens(1, 1), past_key_values=cache, use_cache=True)
-                took = {"all": time.perf_counter() - begin} if count % 2 == 0 else spent
-                for name, seconds in took.items():
-                    least[name][turn % 2] = min(least[name][turn % 2], seconds * 1e3)
-    return least
+    def noting_c(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, which calls C; its calls belong to the outermost call."""
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            self.of_c.append(functools.partial(function, *arguments, **named))
+            return function(*arguments, **named)
+
+        return call
+
+    def result(self, *_: Any, **__: Any) -> Any:
+        """What the next call returned, which takes no time."""
+        return next(self.following)[0]
+
+    def result_by_c(self, *_: Any, **__: Any) -> Any:
+        """The same, after C has computed it again."""
+        result, of_c = next(self.following)
+        for call in of_c:
+            call()
+        return result
+
+
+def with_steps(model: Any, step: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Changes the fused steps of a patched model."""
+    kinds: dict[type, type] = {}
+    for module in model.modules():
+        kind = type(module)
+        if isinstance(module, Patched) and kind not in kinds:
+            names = ["forward"] if isinstance(module, modules.PatchedNorm) else [n for n in STEPS if hasattr(kind, n)]
+            kinds[kind] = type(kind.__name__, (kind,), {name: step(getattr(kind, name)) for name in names})
+        module.__class__ = kinds.get(kind, kind)
+
+
+def profile(kind: str, count: int) -> list[float]:
+    """Milliseconds of one token after 128, in medians of so many calls in turns; models share their weights.
+
+    Without the patch, with it, with C alone of what the patch calls, with nothing of it, then also without matrix
+    products, and without attention.
+    """
+    kind, shape = PUBLISHED.get(kind, (kind, SHAPE))
+    model = build(kind, shape, torch.bfloat16)
+    kept = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    models = [model, *(copy.deepcopy(model, dict(kept)) for _ in range(3))]
+    for one in models[1:]:
+        fusednorm.transformers.patch(one)
+
+    def token(one: Any) -> Callable[[], float]:
+        cache = one(tokens(1, 128), use_cache=True).past_key_values
+
+        def call() -> float:
+            begin = time.thread_time()
+            one(tokens(1, 1), past_key_values=cache, use_cache=True)
+            took = time.thread_time() - begin
+            cache.crop(-1)
+            return took * 1e3
+
+        return call
+
+    calls, replay = [token(one) for one in models], Replay()
+    in_c = {
+        (place, name): function
+        for place in (modules, rotations, activations)
+        for name, function in vars(place).items()
+        if name.endswith("_on_fast_path") or name == "rms_norm_add"
+    }
+    for (place, name), function in in_c.items():
+        setattr(place, name, replay.noting_c(function))
+    with_steps(models[3], replay.noting)
+    calls[3]()
+    for (place, name), function in in_c.items():
+        setattr(place, name, function)
+    with_steps(models[2], lambda _: replay.result_by_c)
+    with_steps(models[3], lambda _: replay.result)
+
+    def medians(calls: list[Callable[[], float]], *others: Replay) -> list[float]:
+        took: list[list[float]] = [[] for _ in calls]
+        for _ in range(count):
+            for call, times_of_call in zip(calls, took, strict=True):
+                for one in (replay, *others):
+                    one.following = iter(one.calls)
+                times_of_call.append(call())
+        return [statistics.median(times_of_call) for times_of_call in took]
+
+    found = medians(calls)
+    names = ("linear", "scaled_dot_product_attention")
+    for without in (names[:1], names):
+        functions, other = {name: getattr(torch.nn.functional, name) for name in without}, Replay()
+        vars(torch.nn.functional).update({name: other.noting(function) for name, function in functions.items()})
+        replay.following = iter(replay.calls)
+        calls[3]()
+        vars(torch.nn.functional).update(dict.fromkeys(without, other.result))
+        found += medians(calls[3:], other)
+        vars(torch.nn.functional).update(functions)
+    return found
 
 
 def encoder(kind: str, dtype: torch.dtype, rows: int, rounds: int) -> dict[str, list[float]]:
@@ -391,18 +484,14 @@ def main() -> None:
                 print(f"| {kind} | {str(dtype)[6:]} | {rows} | {' | '.join(both)} |", flush=True)
         return
     if arguments.profile:
-        print("| Family | Token, ms | Matrix products | Attention | All else | If all else took no time |")
-        print("|---" * 6 + "|")
-        for kind in arguments.families:
-            found = profile(kind, arguments.rounds)
-            least = {name: min(both) for name, both in found.items()}
-            (before, after), products, attention = found["all"], least["linear"], least["scaled_dot_product_attention"]
-            kernels = products + attention
-            print(
-                f"| {kind} | {before:.2f} -> {after:.2f} ({before / after:.2f}x) | {products:.2f} | {attention:.2f} "
-                f"| {before - kernels:.2f} -> {after - kernels:.2f} | {before / kernels:.2f}x |",
-                flush=True,
-            )
+        print("| Family | Token, ms | C alone | Nothing of ours | Matrix products | Attention | All else |")
+        print("|---" * 7 + "|")
+        with torch.no_grad():
+            for kind in arguments.families:
+                before, after, c, nothing, no_products, rest = profile(kind, arguments.rounds)
+                ratios = (f"{took:.2f} ({before / took:.2f}x)" for took in (after, c, nothing))
+                print(f"| {kind} | {before:.2f} -> {' | '.join(ratios)} ", end="")
+                print(f"| {nothing - no_products:.2f} | {no_products - rest:.2f} | {rest:.2f} |", flush=True)
         return
     results = {}
     for kind in arguments.families:
