@@ -184,8 +184,10 @@ class PatchedGatedAttention(PatchedAttention, PatchedActivations):
 
 def _as_halves(x: Tensor, size: int) -> Tensor:
     """Heads whose first ``size`` numbers are pairs side by side, as halves."""
-    turned = x[..., :size].reshape(*x.shape[:-1], size // 2, 2).transpose(-1, -2).flatten(-2)
-    return turned if x.size(-1) == size else torch.cat([turned, x[..., size:]], -1)
+    whole = x.size(-1) == size
+    pairs = (x if whole else x[..., :size]).reshape(*x.shape[:-1], size // 2, 2)
+    turned = pairs.transpose(-1, -2).flatten(-2)
+    return turned if whole else torch.cat([turned, x[..., size:]], -1)
 
 
 # Rewriting
