@@ -8,22 +8,22 @@
 
 static PyObject *open_fast_path(PyObject *module, PyObject *arguments) {
     (void)module;
-    PyObject *capsule, *types[2], *callables[6], *asked[4], *operands, *dtypes, *of_norms;
-    if (!PyArg_ParseTuple(arguments, "OOOOOOOOOO!O!O!O!O!O!O!", &capsule, &types[0], &types[1], &callables[0], &callables[1],
-                          &callables[2], &callables[3], &callables[4], &callables[5], &PyTuple_Type, &asked[0], &PyTuple_Type,
-                          &asked[1], &PyTuple_Type, &asked[2], &PyTuple_Type, &asked[3], &PyTuple_Type, &operands,
-                          &PyTuple_Type, &dtypes, &PyDict_Type, &of_norms))
+    PyObject *capsule, *types[2], *callables[7], *asked[4], *operands, *dtypes, *of_norms;
+    if (!PyArg_ParseTuple(arguments, "OOOOOOOOOOO!O!O!O!O!O!O!", &capsule, &types[0], &types[1], &callables[0], &callables[1],
+                          &callables[2], &callables[3], &callables[4], &callables[5], &callables[6], &PyTuple_Type, &asked[0],
+                          &PyTuple_Type, &asked[1], &PyTuple_Type, &asked[2], &PyTuple_Type, &asked[3], &PyTuple_Type,
+                          &operands, &PyTuple_Type, &dtypes, &PyDict_Type, &of_norms))
         return NULL;
     if (!PyCapsule_IsValid(capsule, "dlpack_exchange_api")) Py_RETURN_FALSE; /* other packages set other objects under this name */
     const exchange_api *found = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
     if (!found) return NULL;
     if (found->version.major != DL_MAJOR || !found->tensor_from) Py_RETURN_FALSE;
-    if (!fn_open_autograd(types[0], callables[0], callables[4], callables[5])) return NULL;
+    if (!fn_open_autograd(types[0], callables[0], callables[5], callables[6])) return NULL;
     fn_tensor_type = (PyTypeObject *)Py_NewRef(types[0]);
     fn_parameter_type = (PyTypeObject *)Py_NewRef(types[1]);
     fn_open_threads(callables[1]);
     fn_open_quantizer(dtypes);
-    fn_open_outputs(callables[2], callables[3], of_norms);
+    fn_open_outputs(callables[2], callables[3], callables[4], of_norms);
     if (!fn_open_operands(operands)) return NULL;
     if (!fn_open_listeners(asked[0], asked[1], asked[2], asked[3])) {
         if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "questions, variables or function modes of another form");
@@ -67,8 +67,8 @@ static PyObject *kinds_of_calls(void) {
 
 static PyMethodDef methods[] = {
     {"open", open_fast_path, METH_VARARGS,
-     "open(exchange API, Tensor, Parameter, is_grad_enabled, get_num_threads, empty_like, new_empty, increment_version, "
-     "is_inference_mode_enabled, questions, variables, function modes, addresses in C++, what is asked of operands, keywords "
+     "open(exchange API, Tensor, Parameter, is_grad_enabled, get_num_threads, empty_like, new_empty, (shape, strides, dtype) -> "
+     "a tensor on a CPU, or None, increment_version, is_inference_mode_enabled, questions, variables, function modes, addresses in C++, what is asked of operands, keywords "
      "of int8, uint8, float8_e4m3fn, float8_e5m2, float32 and int32, keywords of a norm's dtypes)\n--\n\nWhether this version of the "
      "exchange API is understood."},
     {"follow", fn_follow, METH_VARARGS,

@@ -99,7 +99,8 @@ void fn_open_threads(PyObject *found); /* torch.get_num_threads */
 int fn_run_in_c(struct fn_call *c, fn_run_fn *run); /* nonzero if it refuses, or -1 with a Python error */
 
 /* fast_path_outputs.c */
-void fn_open_outputs(PyObject *like, PyObject *empty, PyObject *keywords); /* torch.empty_like and torch.Tensor.new_empty */
+/* torch.empty_like, torch.Tensor.new_empty, and (shape, strides, dtype) -> a tensor on a CPU, or None. */
+void fn_open_outputs(PyObject *like, PyObject *empty, PyObject *on_cpu, PyObject *keywords);
 PyObject *fn_keywords_of(PyObject *dtype); /* borrowed; NULL if outputs of a norm cannot have this dtype */
 /* An output: the tensor that the caller gave, or a new one. */
 typedef struct {

@@ -18,6 +18,10 @@ from fusednorm.calls.c_enums import GateOrder
 from fusednorm.calls.call import FLOATS
 
 try:
+    from torch._C._dynamo.guards import _empty_strided_cpu as _empty_on_cpu  # as graphs of torch's compiler call it
+except ImportError:  # not public
+    _empty_on_cpu = None
+try:
     _fast_path: Any = import_module("fusednorm._fast_path")
 except ImportError:  # the cpu backend says why
     _fast_path = None
@@ -62,6 +66,7 @@ def _open(exchange_api: object) -> bool:
             torch.get_num_threads,
             torch.empty_like,
             torch.Tensor.new_empty,
+            _empty_on_cpu,
             torch._C._increment_version,
             torch.is_inference_mode_enabled,
             must_be_seen.QUESTIONS,
