@@ -99,15 +99,15 @@ class PatchedAttention(Patched):
             if rotation.to_halves:
                 x, y = _as_halves(x, tables.size), _as_halves(y, tables.size)
             cos, sin = tables.angles
-            rotated: tuple[Any, Any] | None = rotation.of(x, y, cos, sin, form, q_weight, k_weight, tables)
-            if rotated is not None:
-                return rotated
+            both: tuple[Any, Any] | None = rotation.of(x, y, cos, sin, form, q_weight, k_weight, tables)
+            if both is not None:
+                return both
             if form is not None:
                 q, k = q_norm(q), k_norm(k)
         if site.transposed:
             q, k = q.transpose(1, 2), k.transpose(1, 2)
         cos, sin = tables
-        rotated = function(q, k, cos, sin, **site.arguments)
+        rotated: tuple[Any, Any] = function(q, k, cos, sin, **site.arguments)
         return rotated
 
     def _rotate_one(self, number: int, function: Callable[..., Any], x: Tensor, tables: Any) -> Any:
