@@ -13,7 +13,6 @@ from torch import Tensor
 from fusednorm.calls.c_enums import Activation, ByteKind, DeclaredOf, Flag, GateFlag, Kind, QuantizerFlag, RotationFlag
 from fusednorm.calls.call import (
     Backward,
-    Call,
     DeclaredCall,
     Forward,
     Gate,
@@ -61,7 +60,9 @@ def _operand(tensor: Tensor | None, strides: Strides = (0, 0)) -> tuple[int, ...
     return _ABSENT if tensor is None else (KINDS[tensor.dtype], tensor.data_ptr(), *strides)
 
 
-def _only(flag: int, call: Call, threads: int, x: tuple[int, ...] = _ABSENT) -> bytes:
+def _only(
+    flag: int, call: Gate | GateBackward | Quantize | Rotate | DeclaredCall, threads: int, x: tuple[int, ...] = _ABSENT
+) -> bytes:
     """A call with nothing but what follows it in memory."""
     numbers = (device_of(call).index or 0, threads, call.rows, call.inner, call.hidden_size)
     return _pack_one(isinstance(call, GateBackward), flag, *numbers, 0, 0, 1, 0.0, 0.0, *x)

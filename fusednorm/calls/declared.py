@@ -177,7 +177,7 @@ class Declaration:
         *named, last = inspect.signature(self.gradient).parameters.values()
         names = [parameter.name for parameter in named]
         if last.kind is last.VAR_POSITIONAL:
-            names += [one.name for one in (*self.operands, *self.kept)]
+            names += [operand.name for operand in self.operands] + [result.name for result in self.kept]
             names += [flag for flag in self.flags if flag not in {result.dtype for result in self.results}]
         return names
 
