@@ -38,8 +38,8 @@ TINY = {
     "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads "
     "num_local_experts n_routed_experts num_experts moe_num_experts index_topk index_n_heads linear_num_key_heads "
     "swa_num_attention_heads",
-    2: "num_key_value_heads num_kv_heads num_experts_per_tok num_experts_per_token moe_k moe_topk n_group n_groups hc_mult num_blocks "
-    "swa_num_key_value_heads o_groups",
+    2: "num_key_value_heads num_kv_heads num_experts_per_tok num_experts_per_token moe_k moe_topk n_group n_groups "
+    "hc_mult num_blocks swa_num_key_value_heads o_groups",
     1: "first_k_dense_replace topk_group n_shared_experts num_shared_experts",
     16: "head_dim d_kv attention_head_size kv_lora_rank o_lora_rank qk_nope_head_dim v_head_dim ssm_state_size "
     "state_size mamba_d_state chunk_size mamba_chunk_size linear_key_head_dim linear_value_head_dim global_head_dim "

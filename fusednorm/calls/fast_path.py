@@ -18,8 +18,9 @@ from fusednorm.calls.c_enums import GateOrder
 from fusednorm.calls.call import FLOATS
 
 try:
-    from torch._C._dynamo.guards import _empty_strided_cpu as _empty_on_cpu  # as graphs of torch's compiler call it
-except ImportError:  # not public
+    # As graphs of torch's compiler call it; it is not public.
+    from torch._C._dynamo.guards import _empty_strided_cpu as _empty_on_cpu  # type: ignore[attr-defined]
+except ImportError:
     _empty_on_cpu = None
 try:
     _fast_path: Any = import_module("fusednorm._fast_path")

@@ -149,7 +149,8 @@ class RotaryPosEmb(_Layer):
         rotation, (cos, sin) = found
         if rotation.heads == 1:
             q, k = q.transpose(1, 2), k.transpose(1, 2)
-        return rotation.of(q, k, cos, sin)
+        both: tuple[Tensor, Tensor] = rotation.of(q, k, cos, sin)
+        return both
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
