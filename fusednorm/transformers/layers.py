@@ -20,6 +20,7 @@ A norm of a sum that is not kept becomes ::
 
 whether the sum is the norm's argument or has had the same name. Where the norm's result is at once the argument of
 another call, ``y = self.mlp(self.norm(sum))``, it has a name first. Both branches of an ``if`` are rewritten.
+Where an ``if`` parts an addition from its norm, both branches get all that stands around it.
 
 A forward pass without such statements, or without accessible source, does not change.
 """

@@ -309,6 +309,15 @@ def test_layers_by_hand():
                 x = self.first(x)
             return x
 
+    class Ends(torch.nn.Module):
+        def forward(self, x):
+            if self.training:
+                x = self.work(x)
+            else:
+                x = x + self.work(x)
+            x = self.first(x)
+            return self.work(x)
+
     class Tuples(torch.nn.Module):
         def forward(self, x, others):
             others = (x,) + others  # noqa: RUF005 - as models have it
@@ -317,6 +326,7 @@ def test_layers_by_hand():
     names = frozenset({"first", "second"})
     assert layers.rewritten(Before, names)[1:5] == (1, 0, True, False)
     assert layers.rewritten(Limited, names)[1:5] == (0, 0, True, False)
+    assert layers.rewritten(Ends, names)[1:5] == (0, 0, False, False)
     assert layers.limits_float16(Limited)
     assert not layers.limits_float16(Before)
     assert layers.rewritten(Post, names)[1:5] == (2, 0, False, False)
