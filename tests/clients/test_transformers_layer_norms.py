@@ -312,7 +312,8 @@ def test_layers_by_hand():
     class Ends(torch.nn.Module):
         def forward(self, x):
             if self.training:
-                x = self.work(x)
+                y = self.work(x)
+                x = self.work(y)
             else:
                 x = x + self.work(x)
             x = self.first(x)
