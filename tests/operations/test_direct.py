@@ -75,3 +75,15 @@ def test_a_listener_sees_the_operator(norm):
     with Seen() as seen:
         operator(X, WEIGHT, *FLAGS)
     assert seen.count == 1
+
+
+def test_new_outputs_lie_as_torch_would_lay_them():
+    """The fast path makes outputs past torch's dispatcher, with the strides and of the kind of ``torch.empty_like``."""
+    whole = torch.randn(4, 3, 16)
+    rows = [whole, whole[:1], whole[:, :1].transpose(0, 1)[0], whole[:0], whole.bfloat16()]
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            for x in rows:
+                y, like = fusednorm.rms_norm(x), torch.empty_like(x)
+                assert (y.stride(), y.dtype, y.is_inference()) == (like.stride(), like.dtype, like.is_inference())
+                assert fusednorm.rms_norm(x, out_dtype=torch.float16).stride() == like.stride()
