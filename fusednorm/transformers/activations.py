@@ -83,10 +83,8 @@ class PatchedActivations(Patched):
     def _product(function: Callable[..., Tensor], gate: Tensor, up: Tensor) -> Tensor:
         """``function(gate) * up`` of a function of torch's, rounded between both as torch does."""
         ours = _PRODUCTS.get(function)
-        if ours is None or not isinstance(up, Tensor) or gate.dtype not in DTYPES:
-            return up * function(gate)
-        alike = gate.dtype == up.dtype and gate.shape == up.shape and gate.device == up.device
-        return ours(gate, up) if alike else up * function(gate)
+        alike = isinstance(up, Tensor) and (gate.dtype, gate.shape, gate.device) == (up.dtype, up.shape, up.device)
+        return ours(gate, up) if ours is not None and alike and gate.dtype in DTYPES else up * function(gate)
 
     def of_both(self, both: Tensor) -> Tensor:
         """The products of rows whose first half is the gate, by the module's only activation."""
