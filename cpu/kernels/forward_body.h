@@ -238,7 +238,7 @@ static void scale_only(const struct plan *p, const struct fn_forward_job *job, i
 
 void FN_OF(forward_rows)(const struct fn_forward_job *job, int64_t begin, int64_t end, void *scratch) {
     if (job->x_kind == FN_F64) {
-        forward_rows_f64(job, begin, end, scratch);
+        FN_TAKEN(forward_rows_f64)(job, begin, end, scratch);
         return;
     }
     const struct plan p = plan_of(job);

@@ -114,7 +114,11 @@ FN_KERNELS(FN_DECLARED)
 #if defined(REST)
 #define FN_DECLARED_IN_REST(name) fn_##name FN_JOIN(fn_##name, REST);
 FN_KERNELS(FN_DECLARED_IN_REST)
+#define FN_TAKEN(name) FN_JOIN(fn_##name, REST) /* this instruction set's function, or REST's */
+#else
+#define FN_TAKEN(name) FN_OF(name)
 #endif
+fn_forward_rows FN_TAKEN(forward_rows_f64); /* in the unit of gradients, whose loops GCC makes vectors of */
 
 /*
  * Families of functions, of which CMake has each compiled by itself: a compiler's memory is a matter of one file. Without
@@ -172,8 +176,6 @@ static float halve_sums(float *sums, int64_t count) {
     return sums[0];
 }
 
-#include "kernels/kernel_f64.h"
-
 /* A unit of a kind that is known when the program runs; and to round one. */
 FN_INLINE U load_any(int64_t kind, const void *row, int64_t i, int n) {
     if (kind == F32) return u_load(F32, row, i, n);
@@ -220,16 +222,16 @@ static void widen_weight(int kind, const void *weight, float offset, float fill,
 #if FN_FAMILY & FN_NORMS
 #include "kernels/forward_body.h"
 
-#if defined(REST)
-#define FN_ENTRY(name) FN_JOIN(fn_##name, REST),
-#else
+#if !defined(REST)
 #include "kernels/two_norms_body.h"
-#define FN_ENTRY(name) FN_OF(name),
 #endif
+#define FN_ENTRY(name) FN_TAKEN(name),
 const struct fn_kernels FN_JOIN(fn_kernels, ISA) = {FN_OF(forward_rows), FN_KERNELS_BESIDE(FN_ENTRY)};
 #endif
 
 #if FN_FAMILY & FN_GRADIENTS_AND_STEPS && !defined(REST)
+#include "kernels/kernel_f64.h"
+
 #include "kernels/backward_body.h"
 
 #include "kernels/quantize_body.h"

@@ -57,7 +57,7 @@ static void center_f64(double *row, int64_t n, int64_t padded, double *room) {
     for (int64_t i = 0; i < n; i++) row[i] -= mean;
 }
 
-static void forward_rows_f64(const struct fn_forward_job *job, int64_t begin, int64_t end, void *scratch) {
+void FN_OF(forward_rows_f64)(const struct fn_forward_job *job, int64_t begin, int64_t end, void *scratch) {
     int64_t n = job->hidden, padded = (n + FN_SEGMENT - 1) / FN_SEGMENT * FN_SEGMENT;
     double *h = scratch, *other = h + padded;
     for (int64_t m = begin; m < end; m++) {
