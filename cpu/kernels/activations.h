@@ -174,7 +174,7 @@ static FN_NOINLINE void OF(activate_in_steps)(const struct fn_gate *g, const REA
     for (int i = 0; i < n; i++) {
         const REAL of_f = OF(chosen)(!after | (a[i] <= of_a), second[i], 0) * slopes[i];
         second[i] = OF(chosen)(!before | (z[i] <= of_z), of_f, 0);
-        first[i] = OF(chosen)(!limits | ((y[i] <= of_y) & (y[i] >= -of_y)),
+        first[i] = OF(chosen)((!limits) | ((y[i] <= of_y) & (y[i] >= -of_y)),
                               d[i] * OF(chosen)(after & (a[i] > of_a), of_a, a[i]), 0);
     }
 }

@@ -100,12 +100,6 @@ static struct fn_forward_job job_from(const struct fn_forward_job *job, int64_t 
 }
 
 #if !defined(REST)
-FN_INLINE U store_any(int kind, void *row, int64_t i, int n, U value) {
-    if (kind == F16) return u_store(F16, row, i, n, value);
-    if (kind == BF16) return u_store(BF16, row, i, n, value);
-    return u_store(F32, row, i, n, value);
-}
-
 /* Rows of kinds that cannot be centered as they are: h is kept as float. */
 static void widen_rows(const struct fn_forward_job *part, const struct batch *batch) {
     for (int64_t k = 0; k < batch->rows; k++) {

@@ -98,17 +98,6 @@ static void activate_any_double(int activation, double alpha, const double *z, i
     activate_double(activation, alpha, z, n, f, slope);
 }
 
-/*
- * The same as load_any, to store. No outputs bypass the cache: gates compute longer than memory takes, and from
- * memory such stores took twice the time.
- */
-FN_INLINE void store_any(int64_t kind, void *row, int64_t i, int n, U value) {
-    if (kind == F32) u_store(F32, row, i, n, value);
-    else if (kind == F16) u_store(F16, row, i, n, value);
-    else if (kind == BF16) u_store(BF16, row, i, n, value);
-    else u_store(ALL_BF16, row, i, n, value);
-}
-
 /* n elements as float, in whole units; with `limited` at most `most`. */
 FN_INLINE void widen_tile(int kind, int limited, float most, const void *row, int n, float *x) {
 #define WIDENED(i, n) u_store(F32, x, i, UNIT, limited ? u_no_more(most, u_load(kind, row, i, n)) : u_load(kind, row, i, n))

@@ -176,7 +176,7 @@ static float halve_sums(float *sums, int64_t count) {
     return sums[0];
 }
 
-/* A unit of a kind that is known when the program runs; and to round one. */
+/* To load, round and store a unit of a kind that is known when the program runs. */
 FN_INLINE U load_any(int64_t kind, const void *row, int64_t i, int n) {
     if (kind == F32) return u_load(F32, row, i, n);
     if (kind == F16) return u_load(F16, row, i, n);
@@ -188,6 +188,12 @@ FN_INLINE U round_any(int64_t kind, U value) {
     if (kind == BF16) return u_round(BF16, value);
     if (kind == ALL_BF16) return u_round(ALL_BF16, value);
     return value;
+}
+FN_INLINE U store_any(int64_t kind, void *row, int64_t i, int n, U value) {
+    if (kind == F32) return u_store(F32, row, i, n, value);
+    if (kind == F16) return u_store(F16, row, i, n, value);
+    if (kind == BF16) return u_store(BF16, row, i, n, value);
+    return u_store(ALL_BF16, row, i, n, value);
 }
 
 /* A row of float64, rounded. */

@@ -55,8 +55,9 @@ FN_INLINE float usual_exponential(float r, uint32_t power) {
     return f32_of_bits(bits_of_f32(p * square - r + 1) + power);
 }
 
-#define EACH(activation)                                                                                    \
+#define EACH(which)                                                                                         \
     do {                                                                                                    \
+        const int activation = which;                                                                       \
         if (!slope) {                                                                                       \
             if (!reduce(activation, alpha, FN_FORWARD, z, n, rest, power)) return 0;                        \
             FN_VECTORS()                                                                                    \
