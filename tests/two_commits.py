@@ -422,7 +422,7 @@ def bench_cells():
         )
         for backward in (0, 1)
         for odd in (0, 1)
-        for dtype in ("bfloat16", "float16", "float32")
+        for dtype in ("bfloat16", "float16", "float32", "float64")
         for rows, hidden in ((1, 4096), (256, 4096), (2048, 128), (2048, 4096))
     }
 
