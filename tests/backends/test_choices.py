@@ -35,10 +35,13 @@ def choices(root, *arguments):
         return subprocess.run([program, *arguments], check=True, capture_output=True, text=True).stdout.splitlines()
 
 
-@pytest.mark.skipif(
+has_compiler = pytest.mark.skipif(
     not (shutil.which("cc") and sys.platform == "linux" and platform.machine() == "x86_64"),
     reason="the program needs a C compiler, and has the names of x86-64's kernels",
 )
+
+
+@has_compiler
 def test_choices_are_those_that_were_measured():
     by_processor = defaultdict(list)
     for line in choices(ROOT, "8"):
@@ -53,3 +56,11 @@ def test_choices_are_those_that_were_measured():
 
 if __name__ == "__main__":
     print("\n".join(choices(Path(sys.argv[1]), *sys.argv[2:])))
+
+
+@has_compiler
+@pytest.mark.parametrize("isa", ["scalar", "avx2", "avx512", "zen4"])
+def test_a_kernel_file_is_one_unit_without_warnings(isa):
+    """CMake compiles its families apart; static.py and two_commits.py do not."""
+    options = ("-std=gnu11", "-fsyntax-only", "-fopenmp-simd", "-Wall", "-Wextra", "-Werror", f"-I{ROOT}/cpu")
+    subprocess.run(["cc", *options, ROOT / f"cpu/variants/kernel_{isa}.c"], check=True)
