@@ -15,6 +15,7 @@ FN_INLINE REAL OF(chosen)(int condition, REAL yes, REAL no) {
 FN_INLINE REAL OF(polynomial)(const REAL *c, int count, REAL x, REAL square) {
     int i = count % 2 ? count - 1 : count - 2;
     REAL p = count % 2 ? c[i] : c[i + 1] * x + c[i];
+    FN_UNROLLED
     while ((i -= 2) >= 0) p = p * square + (c[i + 1] * x + c[i]);
     return p;
 }
@@ -111,9 +112,13 @@ FN_INLINE REAL OF(activated_and_slope)(int activation, REAL alpha, REAL z, REAL 
     return f;
 }
 
+/* n, which callers make a multiple of `together`; GCC sees that no loop ends with single elements. */
+FN_INLINE int OF(whole)(int n) { return n / (int)OF(together) * (int)OF(together); }
+
 /* Elements of a gate through its function, and with `slope` unless that is NULL. */
 static FN_NOINLINE void OF(activate)(int activation, REAL alpha, const REAL *restrict z, int n, REAL *restrict f,
                                      REAL *restrict slope) {
+    n = OF(whole)(n);
 #define EACH(activation)                                                                             \
     do {                                                                                             \
         if (slope) {                                                                                 \
@@ -143,6 +148,7 @@ static FN_NOINLINE void OF(activate_in_steps)(const struct fn_gate *g, const REA
     const int limits = g->limit != 0, after = limits && g->flags & FN_CLAMP_AFTER, before = limits && !after;
     const REAL of_z = (REAL)limit_of(g, g->operand[FN_GATE].kind), of_y = (REAL)limit_of(g, g->operand[FN_GATED].kind);
     const REAL of_a = (REAL)limit_of(g, g->between), alpha = (REAL)g->alpha, offset = (REAL)g->up_offset;
+    n = OF(whole)(n);
     for (int i = 0; i < n; i++) limited[i] = OF(chosen)(before & (z[i] > of_z), of_z, z[i]);
     if (alpha == 1) {
         OF(activate_any)(FN_SILU, alpha, limited, n, a, d ? slopes : NULL);

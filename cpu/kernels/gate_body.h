@@ -42,6 +42,7 @@ static void activate_any_double(int activation, double alpha, const double *z, i
 #define bits_of_float bits_of_f32
 #define number_of_float f32_of_bits
 enum { mantissa_float = 23, bias_float = 127 };
+#define together_float UNIT
 static const float least_float = -110.0f, low_float = -80.0f, rounder_float = 12582912.0f; /* 1.5 * 2^23 */
 static const float log2_e_float = 0x1.715476p+0f, ln2_high_float = 0x1.62e4p-1f, ln2_low_float = 0x1.7f7d1cp-20f;
 static const float coefficients_float[] = {0.5f,           0x1.55553cp-3f,  0x1.5554f2p-5f,
@@ -55,6 +56,7 @@ static const float tangent_float[] = {
     -0x1.555554p-2f, 0x1.111042p-3f, -0x1.b9d7aep-5f, 0x1.622538p-6f,
     -0x1.03f99ap-7f, 0x1.f4908ap-10f};
 #include "kernels/activations.h"
+#undef together_float
 #include "kernels/usual_gates.h"
 
 static void activate_any_float(int activation, float alpha, const float *z, int n, float *f, float *slope) {
@@ -69,7 +71,7 @@ static void activate_any_float(int activation, float alpha, const float *z, int 
 #define OF(name) name##_double
 #define bits_of_double bits_of_f64
 #define number_of_double f64_of_bits
-enum { mantissa_double = 52, bias_double = 1023 };
+enum { mantissa_double = 52, bias_double = 1023, together_double = 8 };
 static const double least_double = -760.0, low_double = -680.0, rounder_double = 6755399441055744.0; /* 1.5 * 2^52 */
 static const double log2_e_double = 0x1.71547652b82fep+0, ln2_high_double = 0x1.62e42fefa38p-1;
 static const double ln2_low_double = 0x1.ef35793c7673p-45;
@@ -267,36 +269,42 @@ static void gate_float(const struct fn_gate *g, char *const *at, int n, float *k
 #undef OF_ONE_KIND
 }
 
+/* n elements as double, and zeros up to `all`. */
+static void widen_tile_to_f64(const struct fn_operand *o, const char *row, int n, int all, double *out) {
+    widen_to_f64((int)o->kind, row, out, n);
+    for (int i = n; i < all; i++) out[i] = 0;
+}
+
 /* The same in float64; the function's value is never rounded there. */
 static void gate_double(const struct fn_gate *g, char *const *at, int n, double *kept) {
     double z[FN_GATE_TILE], y[FN_GATE_TILE], values[FN_GATE_TILE], slopes[FN_GATE_TILE];
     const struct fn_operand *o = g->operand;
-    const int backward = g->pass == FN_BACKWARD;
+    const int backward = g->pass == FN_BACKWARD, all = (n + together_double - 1) / together_double * together_double;
     double *const a = kept ? kept : values, *const slope = kept ? kept + FN_GATE_TILE : slopes;
     if (fn_gate_has_steps(g)) {
         double d[FN_GATE_TILE];
-        widen_to_f64((int)o[FN_GATE].kind, at[FN_GATE], z, n);
-        widen_to_f64((int)o[FN_GATED].kind, at[FN_GATED], y, n);
-        if (backward) widen_to_f64((int)o[FN_GATE_D].kind, at[FN_GATE_D], d, n);
-        activate_in_steps_double(g, z, y, backward ? d : NULL, n, values, slopes);
+        widen_tile_to_f64(&o[FN_GATE], at[FN_GATE], n, all, z);
+        widen_tile_to_f64(&o[FN_GATED], at[FN_GATED], n, all, y);
+        if (backward) widen_tile_to_f64(&o[FN_GATE_D], at[FN_GATE_D], n, all, d);
+        activate_in_steps_double(g, z, y, backward ? d : NULL, all, values, slopes);
         if (at[FN_GATE_OUT]) narrow_from_f64((int)o[FN_GATE_OUT].kind, values, at[FN_GATE_OUT], n);
         if (backward && at[FN_GATE_DZ]) narrow_from_f64((int)o[FN_GATE_DZ].kind, slopes, at[FN_GATE_DZ], n);
         return;
     }
-    if (at[FN_GATED]) widen_to_f64((int)o[FN_GATED].kind, at[FN_GATED], y, n);
+    if (at[FN_GATED]) widen_tile_to_f64(&o[FN_GATED], at[FN_GATED], n, all, y);
     if (!(kept && backward)) {
-        widen_to_f64((int)o[FN_GATE].kind, at[FN_GATE], z, n);
-        if (g->activation == FN_SOFTCAP) softcap_double(g, z, n, a, backward ? slope : NULL);
-        else activate_double((int)g->activation, 1, z, n, a, kept || backward ? slope : NULL);
+        widen_tile_to_f64(&o[FN_GATE], at[FN_GATE], n, all, z);
+        if (g->activation == FN_SOFTCAP) softcap_double(g, z, all, a, backward ? slope : NULL);
+        else activate_double((int)g->activation, 1, z, all, a, kept || backward ? slope : NULL);
     }
     if (!backward) {
-        for (int i = 0; i < n; i++) y[i] = at[FN_GATED] ? y[i] * a[i] : a[i];
+        for (int i = 0; i < all; i++) y[i] = at[FN_GATED] ? y[i] * a[i] : a[i];
         narrow_from_f64((int)o[FN_GATE_OUT].kind, y, at[FN_GATE_OUT], n);
         return;
     }
     double *const d = z;
-    widen_to_f64((int)o[FN_GATE_D].kind, at[FN_GATE_D], d, n);
-    for (int i = 0; i < n; i++) {
+    widen_tile_to_f64(&o[FN_GATE_D], at[FN_GATE_D], n, all, d);
+    for (int i = 0; i < all; i++) {
         y[i] = slope[i] * (at[FN_GATED] ? d[i] * y[i] : d[i]);
         d[i] *= a[i];
     }
