@@ -197,7 +197,7 @@ struct passes {
         scale_sum_##kind##_##norm##_##passed,                                                                      \
     },
 TWO_NORMS(PASSES)
-static const struct passes two_norms[KINDS][2][2] = {[NONE] = {{{NULL}}}, TWO_NORMS(PASSES_ENTRY)};
+static const struct passes two_norms[KINDS][2][2] = {TWO_NORMS(PASSES_ENTRY)};
 
 /*
  * Rows [begin, end), in one level; 0 where another way is needed. `first` is the norm before the addition, whose rows
