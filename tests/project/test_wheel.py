@@ -244,7 +244,7 @@ def test_windows_extensions_compile_and_link(tmp_path):
         made = tmp_path / f"{file.stem}.o"
         lax = ["-Wno-error"] if file.stem == "_cpu" else []  # cffi's
         zig("cc", "-target", "x86_64-windows-gnu", *flags, *lax, "-c", file, "-o", made)
-        objects["_fast_path" if file.stem.startswith("fast_path") or "_launch" in file.stem else "_cpu"].append(made)
+        objects["_fast_path" if file.parent.name in ("launch", "python") else "_cpu"].append(made)
     for name in EXTENSIONS:
         dll = tmp_path / f"{name}.pyd"
         zig("cc", "-target", "x86_64-windows-gnu", "-shared", "-o", dll, *objects[name], tmp_path / "python3.lib")
