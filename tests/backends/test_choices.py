@@ -54,13 +54,13 @@ def test_choices_are_those_that_were_measured():
     assert kernels == {"avx2"}
 
 
-if __name__ == "__main__":
-    print("\n".join(choices(Path(sys.argv[1]), *sys.argv[2:])))
-
-
 @has_compiler
 @pytest.mark.parametrize("isa", ["scalar", "avx2", "avx512", "zen4"])
 def test_a_kernel_file_is_one_unit_without_warnings(isa):
     """CMake compiles its families apart; static.py and two_commits.py do not."""
     options = ("-std=gnu11", "-fsyntax-only", "-fopenmp-simd", "-Wall", "-Wextra", "-Werror", f"-I{ROOT}/cpu")
     subprocess.run(["cc", *options, ROOT / f"cpu/variants/kernel_{isa}.c"], check=True)
+
+
+if __name__ == "__main__":
+    print("\n".join(choices(Path(sys.argv[1]), *sys.argv[2:])))
