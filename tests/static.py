@@ -16,10 +16,9 @@ GCC = [
     "-Wextra",
     "-Werror",
     "-fopenmp-simd",  # or it warns of the word before loops that become vectors
-    # It does not follow the loop that fills `columns` in forward_passes.h a unit at a time, nor know that a tile of a
-    # gate has an element. clang's analyser and valgrind look for the same, and do.
+    # It does not follow the loop that fills `columns` in forward_passes.h a unit at a time. clang's analyser and
+    # valgrind look for the same, and do.
     "-Wno-analyzer-use-of-uninitialized-value",
-    "-Wno-maybe-uninitialized",
 ]
 
 

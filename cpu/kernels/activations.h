@@ -149,6 +149,7 @@ static FN_NOINLINE void OF(activate_in_steps)(const struct fn_gate *g, const REA
     const REAL of_z = (REAL)limit_of(g, g->operand[FN_GATE].kind), of_y = (REAL)limit_of(g, g->operand[FN_GATED].kind);
     const REAL of_a = (REAL)limit_of(g, g->between), alpha = (REAL)g->alpha, offset = (REAL)g->up_offset;
     n = OF(whole)(n);
+    if (n <= 0) return; /* never: GCC sees that the loops fill their arrays */
     for (int i = 0; i < n; i++) limited[i] = OF(chosen)(before & (z[i] > of_z), of_z, z[i]);
     if (alpha == 1) {
         OF(activate_any)(FN_SILU, alpha, limited, n, a, d ? slopes : NULL);
