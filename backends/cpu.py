@@ -26,6 +26,12 @@ KNOWS |= {"gate_steps", "gate_interleaved", "softcap", "affine_backward", "gate_
 KNOWS |= {"center", "log_prob", "log_prob_backward", "log_prob_parts"}
 KNOWS |= {of.name.lower() for of in DeclaredOf if of > DeclaredOf.SUMS}  # those before are log-probabilities
 
+KNOWS |= {
+    f"{step}.{function}"
+    for step in ("gate", "gate_backward", "norm_gated", "norm_gated_backward")
+    for function in ("sigmoid", "gelu_tanh", "gelu", "relu2")
+}
+
 #: The type of device whose tensors the fast path takes to this backend; None if there is no fast path.
 fast_path: str | None = None
 

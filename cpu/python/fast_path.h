@@ -98,6 +98,15 @@ int fn_unpack(PyObject *bytes, struct fn_call *calls);
 void fn_open_threads(PyObject *found); /* torch.get_num_threads */
 int fn_run_in_c(struct fn_call *c, fn_run_fn *run); /* nonzero if it refuses, or -1 with a Python error */
 
+/*
+ * fast_path_numbers.c: numbers rounded once to the type of the computation, before anybody asks for one. They return 0 for what
+ * Python reports, or converts: of what is no float; or an int either; or is not positive and normal in that type.
+ */
+double fn_rounded(double value, int wide);
+int fn_read_float(PyObject *number, int wide, double *value);
+int fn_read_number(PyObject *number, int wide, double *value);
+int fn_read_normal(PyObject *number, int wide, double *value);
+
 /* fast_path_outputs.c */
 /* torch.empty_like, torch.Tensor.new_empty, and (shape, strides, dtype) -> a tensor on a CPU, or None. */
 void fn_open_outputs(PyObject *like, PyObject *empty, PyObject *on_cpu, PyObject *keywords);
@@ -176,8 +185,6 @@ struct fn_gated {
     int64_t groups; /* the parts of a row that are normalised */
 };
 enum { FN_GATE_OUT_ARGUMENT = 6 };
-/* Reads a number that is positive and normal, in float or in double. Returns 0 for what Python reports, or converts. */
-int fn_read_normal(PyObject *number, int wide, double *value);
 /* Reads the arguments of a gate. Returns 0 if the fast path does not take them, perhaps with a Python error. */
 int fn_read_gate(PyObject *const *arguments, const tensor *x, struct fn_gated *given);
 /* Allocates the output if it is not given, and makes the call in the same way: the output, or None if Python must make the call. */

@@ -74,13 +74,14 @@ static int fits(const tensor *t, const tensor *x, struct fn_call *c, int operand
 }
 
 /* Reads Python's arguments. Returns 0 if the fast path does not take them, perhaps with a Python error. */
-static int read_arguments(PyObject *const *arguments, tensor *t, struct fn_call *c) {
+static int read_arguments(PyObject *const *arguments, tensor *t, struct fn_call *c, double *x_scale) {
     struct fn_operand *o = c->operand;
-    if (Py_TYPE(arguments[EPS]) != &PyFloat_Type || Py_TYPE(arguments[WEIGHT_OFFSET]) != &PyFloat_Type ||
-        Py_TYPE(arguments[X_SCALE]) != &PyFloat_Type)
-        return 0;
     if (!PyBool_Check(arguments[ROUND_SUM]) || !PyBool_Check(arguments[ROUND_NORM]) || !PyBool_Check(arguments[CENTER])) return 0;
     if (!fn_read(arguments[FN_X], &t[FN_X], &o[FN_X]) || t[FN_X].ndim == 0) return 0;
+    const int wide = o[FN_X].kind == FN_F64;
+    if (!fn_read_float(arguments[EPS], wide, &c->eps) || !fn_read_float(arguments[WEIGHT_OFFSET], wide, &c->weight_offset) ||
+        !fn_read_float(arguments[X_SCALE], wide, x_scale))
+        return 0;
     for (int i = FN_RESIDUAL; i < FN_FORWARD_OPERANDS_IN_C; i++) {
         PyObject *given = arguments[i == FN_RSTD ? RSTD : i == FN_BIAS ? BIAS : i];
         o[i] = (struct fn_operand){.kind = FN_NONE};
@@ -100,12 +101,10 @@ static int read_arguments(PyObject *const *arguments, tensor *t, struct fn_call 
     const int public = arguments[ASK] == Py_True; /* the operators of torch.ops have one row for all heads */
     if (o[FN_WEIGHT].kind && !fits(&t[FN_WEIGHT], &t[FN_X], c, FN_WEIGHT, public)) return 0;
     if (o[FN_BIAS].kind && !fits(&t[FN_BIAS], &t[FN_X], c, FN_BIAS, public)) return 0;
-    if (o[FN_RSTD].kind && (o[FN_RSTD].kind != (o[FN_X].kind == FN_F64 ? FN_F64 : FN_F32) || fn_elements(&t[FN_RSTD]) != c->rows))
+    if (o[FN_RSTD].kind && (o[FN_RSTD].kind != (wide ? FN_F64 : FN_F32) || fn_elements(&t[FN_RSTD]) != c->rows))
         return 0;
     c->flags = (arguments[ROUND_SUM] == Py_True ? FN_ROUND_SUM : 0) |
                (arguments[ROUND_NORM] == Py_True ? FN_ROUND_NORM : 0) | (arguments[CENTER] == Py_True ? FN_CENTER : 0);
-    c->eps = PyFloat_AsDouble(arguments[EPS]);
-    c->weight_offset = PyFloat_AsDouble(arguments[WEIGHT_OFFSET]);
     return 1;
 }
 
@@ -122,14 +121,14 @@ static void put_before(const struct fn_call *next, struct fn_call *c, int64_t pa
 static int read_first_norm(PyObject *const *arguments, const tensor *x, const struct fn_call *next, struct fn_call *c) {
     struct fn_operand *o = c->operand;
     const int between = fn_between(arguments[BETWEEN]);
-    if (Py_TYPE(arguments[FIRST_EPS]) != &PyFloat_Type || between < 0) return 0;
+    if (between < 0) return 0;
     put_before(next, c, between ? FN_F32 : next->operand[FN_X].kind);
+    if (!fn_read_float(arguments[FIRST_EPS], o[FN_X].kind == FN_F64, &c->eps)) return 0;
     if (arguments[FIRST_WEIGHT] != Py_None) {
         tensor t;
         if (!fn_read(arguments[FIRST_WEIGHT], &t, &o[FN_WEIGHT]) || !fn_same_device(&t, x)) return 0;
         if (!fits(&t, x, c, FN_WEIGHT, 0) || (o[FN_WEIGHT].kind == FN_F64 && o[FN_X].kind != FN_F64)) return 0;
     }
-    c->eps = PyFloat_AsDouble(arguments[FIRST_EPS]);
     /* A float64 x, and a sum without a residual: Python reports the errors. */
     return next->operand[FN_RESIDUAL].kind && !(o[FN_X].kind == FN_F64 && o[FN_OUT].kind == FN_F32);
 }
@@ -173,10 +172,10 @@ static PyObject *forward(const struct fn_call_kind *kind, PyObject **arguments, 
     if (gates) c = &gated.call;
     if (two_norms && arguments[EPS] == Py_None) arguments[EPS] = arguments[FIRST_EPS];
     if (arguments[OUT_DTYPE] != Py_None && (quantizes || gates || arguments[FN_OUT] != Py_None)) return fn_refuse();
-    if (!read_arguments(arguments, t, c)) return fn_refuse();
+    double x_scale;
+    if (!read_arguments(arguments, t, c, &x_scale)) return fn_refuse();
     if (quantizes && !fn_read_quantizer(arguments + ARGUMENTS, &t[FN_X], &quantized)) return fn_refuse();
     if (gates && !fn_read_gate(arguments + ARGUMENTS, &t[FN_X], &gated)) return fn_refuse();
-    const double x_scale = PyFloat_AsDouble(arguments[X_SCALE]);
     if (two_norms) {
         first = calls;
         if (!read_first_norm(arguments, &t[FN_X], c, first)) return fn_refuse();

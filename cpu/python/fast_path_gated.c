@@ -1,7 +1,6 @@
 /* A gate on the fast path, alone or with a norm: rows times a function of other rows; and its gradients. */
 #include "python/fast_path.h"
 
-#include <float.h>
 #include <math.h>
 #include <string.h>
 
@@ -28,11 +27,8 @@ static int read_steps(PyObject *const *arguments, struct fn_gate *g) {
     if (!before) before = PyUnicode_InternFromString("before"), after = PyUnicode_InternFromString("after");
     PyObject *const numbers[] = {arguments[LIMIT], arguments[ALPHA], arguments[UP_OFFSET]};
     double *const to[] = {&g->limit, &g->alpha, &g->up_offset};
-    for (int i = numbers[0] == Py_None; i < 3; i++) {
-        if (Py_TYPE(numbers[i]) != &PyFloat_Type && Py_TYPE(numbers[i]) != &PyLong_Type) return 0;
-        *to[i] = PyFloat_AsDouble(numbers[i]);
-        if (*to[i] == -1 && PyErr_Occurred()) PyErr_Clear(); /* Python names the number that a double does not hold */
-    }
+    for (int i = numbers[0] == Py_None; i < 3; i++)
+        if (!fn_read_number(numbers[i], (int)g->wide, to[i])) return 0;
     if (numbers[0] != Py_None && !(g->limit > 0 && g->limit < INFINITY)) return 0;
     if (!(g->alpha >= 1 && g->alpha < INFINITY && g->up_offset - g->up_offset == 0)) return 0;
     if (arguments[CLAMP] != before) {
@@ -44,13 +40,6 @@ static int read_steps(PyObject *const *arguments, struct fn_gate *g) {
         g->flags |= FN_ROUND_STEPS;
     }
     return arguments[INTERLEAVED] == Py_False || (arguments[INTERLEAVED] == Py_True && arguments[Z] == Py_None);
-}
-
-int fn_read_normal(PyObject *number, int wide, double *value) {
-    if (Py_TYPE(number) != &PyFloat_Type && Py_TYPE(number) != &PyLong_Type) return 0;
-    *value = PyFloat_AsDouble(number);
-    if (PyErr_Occurred()) PyErr_Clear();
-    return *value >= (wide ? DBL_MIN : FLT_MIN) && *value <= (wide ? DBL_MAX : FLT_MAX);
 }
 
 /* Reads the cap of softcap and its roundings. Returns 0 as read_steps. */

@@ -100,6 +100,27 @@ static int ids_have_elements(const struct fn_declared *job) {
     return 1;
 }
 
+/* And a temperature that is not greater than 0 and finite: by its bits, because the thread may flush subnormals. */
+static int temperatures_are_positive(const struct fn_declared *job) {
+    const struct fn_operand *o = &job->operand[FN_LOG_PROB_TEMPERATURE];
+    const int size = fn_element_size(o->kind);
+    const int64_t infinite = o->kind == FN_F64   ? INT64_C(0x7ff) << 52
+                             : o->kind == FN_F16 ? 0x7c00
+                             : o->kind == FN_F32 ? 0x7f800000
+                                                 : 0x7f80;
+    for (int64_t i = 0; o->kind && i < (o->stride ? job->rows : 1); i++) {
+        const char *const at = (const char *)o->address + i * size;
+        int64_t bits;
+        int32_t of_float;
+        int16_t of_half;
+        if (size == 8) memcpy(&bits, at, sizeof bits);
+        else if (size == 4) bits = (memcpy(&of_float, at, sizeof of_float), of_float);
+        else bits = (memcpy(&of_half, at, sizeof of_half), of_half);
+        if (bits <= 0 || bits >= infinite) return 0;
+    }
+    return 1;
+}
+
 static int is_taken(const struct given *g, long devices) {
     return g->logits.device.type == DL_CPU && devices >> DL_CPU & 1;
 }
@@ -156,7 +177,7 @@ PyObject *fn_find_log_prob(const struct fn_call_kind *kind, PyObject **arguments
         others = records_gradient(operands, 2, arguments[TEMPERATURE]);
         if (others > 0 && may_record) return Py_NewRef(Py_NotImplemented);
     }
-    if (others || !ids_have_elements(&g.job)) return fn_refuse();
+    if (others || !ids_have_elements(&g.job) || !temperatures_are_positive(&g.job)) return fn_refuse();
     output results[MOST_RESULTS] = {{.object = NULL}};
     int count, failed = take_results(arguments, &g, results, &count);
     if (!failed) failed = fn_refuses_writes(results, count);

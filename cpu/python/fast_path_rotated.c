@@ -196,7 +196,7 @@ static int outputs_overlap(const struct given *g) {
 
 /* Reads Python's arguments. Returns 0 if the fast path does not take them, perhaps with a Python error. */
 static int read_arguments(PyObject *const *arguments, struct given *g, struct fn_rotation *r) {
-    if (Py_TYPE(arguments[EPS]) != &PyFloat_Type || Py_TYPE(arguments[WEIGHT_OFFSET]) != &PyFloat_Type) return 0;
+    double eps, weight_offset;
     const int between = fn_between(arguments[BETWEEN]);
     if (between < 0) return 0;
     for (int i = NORM; i < ARGUMENTS; i++)
@@ -210,6 +210,8 @@ static int read_arguments(PyObject *const *arguments, struct given *g, struct fn
     if (!has(g, Q) || !g->o[Q].kind || !all_fit(g)) return 0;
     const int normalises = arguments[NORM] == Py_True, rotates = has(g, COS);
     const int64_t kind = g->o[Q].kind;
+    if (!fn_read_float(arguments[EPS], kind == FN_F64, &eps) || !fn_read_float(arguments[WEIGHT_OFFSET], kind == FN_F64, &weight_offset))
+        return 0;
     if (!(normalises || rotates) || (!normalises && (has(g, Q_WEIGHT) || has(g, K_WEIGHT)))) return 0;
     if (between && kind == FN_F64) return 0;
     memset(r, 0, sizeof *r);
@@ -222,8 +224,8 @@ static int read_arguments(PyObject *const *arguments, struct given *g, struct fn
     r->size = last_of(&g->t[Q], 1);
     r->pairs = rotates ? last_of(&g->t[COS], 1) : 0;
     r->sets = has(g, K) ? 2 : 1;
-    r->eps = normalises ? PyFloat_AsDouble(arguments[EPS]) : 0;
-    r->weight_offset = normalises ? PyFloat_AsDouble(arguments[WEIGHT_OFFSET]) : 0;
+    r->eps = normalises ? eps : 0;
+    r->weight_offset = normalises ? weight_offset : 0;
     return 1;
 }
 

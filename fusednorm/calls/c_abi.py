@@ -26,6 +26,7 @@ from fusednorm.calls.call import (
     Strides,
     device_of,
 )
+from fusednorm.calls.scalars import in_float32
 
 if TYPE_CHECKING:
     from fusednorm.calls.quantization import Quantization
@@ -158,11 +159,11 @@ _QUANTIZER_FLAGS: dict[QuantizerFlag, Callable[[Quantization], bool]] = {
 def pack_quantization(quantization: Quantization, dtype: torch.dtype) -> bytes:
     """The fields of ``struct fn_quantizer`` that no operand decides, for rows of this dtype."""
     flags = sum(flag for flag, has in _QUANTIZER_FLAGS.items() if has(quantization))
-    floor = quantization.amax_floor
+    floor = in_float32(quantization.amax_floor)
     if quantization.floor_dtype == "input":
         floor = torch.tensor(floor, dtype=torch.float32).to(dtype).item()
     group = quantization.per if isinstance(quantization.per, int) else 0
-    limits = (*quantization.range, floor, quantization.amax_limit, quantization.scale_floor)
+    limits = (*quantization.range, floor, in_float32(quantization.amax_limit), in_float32(quantization.scale_floor))
     return _QUANTIZATION.pack(_BYTE_KINDS[quantization.dtype], flags, group, *limits)
 
 

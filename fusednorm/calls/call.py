@@ -5,6 +5,7 @@ The front end makes a :class:`Forward` or a :class:`Backward`, and passes it who
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
@@ -45,6 +46,16 @@ class Flags(NamedTuple):
     center: bool = False
 
 
+#: The flags of norms, and the steps of gates, that every backend knows which knows norms, or "gate_steps".
+_FLAGS_OF_NORMS = ("eps", "weight_offset", "round_sum", "round_norm", "out_dtype", "residual_dtype", "center")
+_STEPS_OF_GATES = ("limit", "alpha", "up_offset", "clamp", "round_steps")
+
+
+def unusual(flags: Mapping[str, Any], usual: Mapping[str, Any], known: Sequence[str] = ()) -> tuple[str, ...]:
+    """The names of flags that are not at their usual values, but those that are known."""
+    return tuple([name for name in flags if name not in known and flags[name] != usual.get(name, flags[name])])
+
+
 class FirstNorm(NamedTuple):
     """A norm of x before the addition, as far as it decides the backend of a call."""
 
@@ -76,9 +87,14 @@ class Step(NamedTuple):
     quantization: Quantization | None = None
     #: Of "rotate": the dtypes of heads, products and results.
     dtypes: tuple[torch.dtype, ...] = ()
-    #: Of "gate" and "gate_backward": "gate_steps" for any of :class:`GateSteps`, "gate_interleaved", and "softcap" for
-    #: that function.
+    #: The flags of the step that are not at their usual values, each by the step's name, a dot and its own. Of gates
+    #: their function, as in "gate.gelu"; "gate_steps" for any of :class:`GateSteps`, "gate_interleaved", and "softcap"
+    #: for that function.
     also: tuple[str, ...] = ()
+
+    def with_flags(self, *names: str) -> Step:
+        """The step with such flags, each of which is not at its usual value."""
+        return self._replace(also=(*self.also, *[f"{self.name}.{name}" for name in names])) if names else self
 
 
 class RMSNorm(NamedTuple):
@@ -106,6 +122,8 @@ class RMSNorm(NamedTuple):
     step: Step | None = None
     #: Whether the mean is subtracted first; never with a norm before the addition.
     center: bool = False
+    #: The names of other flags that are not at their usual values.
+    also: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -123,17 +141,16 @@ class RMSNorm(NamedTuple):
     @property
     def features(self) -> tuple[str, ...]:
         """The parts of the operation that a backend must know by name, because they may be younger than the backend."""
-        young = {
+        has = {
             "residual_dtype": self.residual_out != self.residual,
             "norm_before_add": self.first is not None,
             "affine": self.around is not None and (self.around.bias is not None or self.around.of_heads),
             "x_scale": self.around is not None and self.around.scaled,
             "center": self.center,
-            "round_scale": self.step is not None
-            and self.step.quantization is not None
-            and self.step.quantization.round_scale is not None,
         }
-        names = tuple(name for name, has in young.items() if has)
+        names = (*[name for name in has if has[name]], *self.also)
+        if self.step is not None and self.step.quantization is not None:
+            names = (*names, *self.step.quantization.features)
         return names if self.step is None else (*names, self.step.name, *self.step.also)
 
     def dtypes(self) -> list[torch.dtype]:
@@ -225,7 +242,12 @@ def operation_of(
         first,
         around,
         center=flags.center,
+        also=unusual(flags._asdict(), Flags._field_defaults, _FLAGS_OF_NORMS) if _YOUNGER_FLAGS else (),
     )
+
+
+#: Whether there are flags of norms that a backend is asked about by name.
+_YOUNGER_FLAGS = set(Flags._fields) - set(_FLAGS_OF_NORMS)
 
 
 def _heads_of(*rows: Tensor | None) -> int:
@@ -450,6 +472,17 @@ class GateSteps(NamedTuple):
     clamp: str = "before"
     #: Whether each product, sum and sigmoid is rounded to ``between``.
     round_steps: bool = False
+
+
+@functools.lru_cache(maxsize=128)
+def step_of_gate(name: str, activation: str, steps: GateSteps | None = None, interleaved: bool = False) -> Step:
+    """A step of this name, of gates, with all that decides whether a backend has it."""
+    if activation == "softcap":
+        return Step(name, also=("softcap",))
+    changed = () if steps is None else unusual(steps._asdict(), GateSteps._field_defaults)
+    also = ("gate_steps",) * bool(changed) + ("gate_interleaved",) * interleaved
+    younger = [step for step in changed if step not in _STEPS_OF_GATES]
+    return Step(name, also=also).with_flags(*(() if activation == "silu" else (activation,)), *younger)
 
 
 class Gate(NamedTuple):

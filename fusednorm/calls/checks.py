@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from numbers import Real
 from typing import Any, NoReturn, TypeAlias, cast
 
 import torch
@@ -16,6 +15,7 @@ from fusednorm.calls import fast_path, memory
 from fusednorm.calls.call import ACTIVATIONS, FLOATS, Flags, GateSteps, accumulator
 from fusednorm.calls.memory import Memory, lies_in_rows, overlaps_itself, share_memory
 from fusednorm.calls.quantization import MOST, Quantization, _fields_of, is_given
+from fusednorm.calls.scalars import number
 
 NAMES = ("x", "residual", "weight", "out", "residual_out")
 WEIGHT = NAMES.index("weight")
@@ -109,12 +109,10 @@ def check_placed(name: str, output: Tensor) -> None:
 def check_flags(
     flags: Flags, x: Tensor, residual: Tensor | None, out: Tensor | None, residual_out: Tensor | None, x_name: str = "x"
 ) -> Flags:
-    """The flags, numbers as floats: their types and values, and that given outputs have the dtypes asked for."""
-    eps, weight_offset = number("eps", flags.eps), number("weight_offset", flags.weight_offset)
+    """The flags, numbers rounded to ``A``: their types and values, and that given outputs have the dtypes asked for."""
+    flags = rounded_flags(flags, x)
     check_flag("round_sum", flags.round_sum)
     check_flag("round_norm", flags.round_norm)
-    if eps is not flags.eps or weight_offset is not flags.weight_offset:
-        flags = flags._replace(eps=eps, weight_offset=weight_offset)
     if residual_out is None and flags.out_dtype is None and flags.residual_dtype is None:
         return flags
     if flags.out_dtype is not None:
@@ -134,6 +132,15 @@ def check_flags(
         whose = "the residual's dtype" if flags.residual_dtype is None else "the dtype residual_dtype"
         raise TypeError(f"residual_out must have {whose} {str(wanted)[6:]}, got {str(residual_out.dtype)[6:]}; {cure}")
     return flags
+
+
+def rounded_flags(flags: Flags, x: Tensor) -> Flags:
+    """The flags, numbers rounded to the type ``A`` of x."""
+    wide = accumulator(x.dtype)
+    eps, weight_offset = number("eps", flags.eps, wide), number("weight_offset", flags.weight_offset, wide)
+    if eps is flags.eps and weight_offset is flags.weight_offset:
+        return flags
+    return flags._replace(eps=eps, weight_offset=weight_offset)
 
 
 def check_dtype(name: str, dtype: torch.dtype, x: Tensor | None, x_name: str = "x", cure: str = "") -> None:
@@ -180,21 +187,21 @@ def check_activation(activation: str) -> None:
         raise ValueError(f"activation must be one of {names}, got {activation!r}; silu is also called swish")
 
 
-def check_gate_steps(steps: GateSteps, activation: str) -> None:
-    """The optional steps of a gate, as its operator has them."""
-    check_gate_numbers(steps.limit or None, steps.alpha, steps.up_offset, steps.clamp)
+def check_gate_steps(steps: GateSteps, activation: str, wide: torch.dtype) -> dict[str, float]:
+    """The optional steps of a gate, as its operator has them; returns its numbers, rounded to ``wide``."""
+    numbers = check_gate_numbers(steps.limit or None, steps.alpha, steps.up_offset, steps.clamp, wide)
     check_flag("round_steps", steps.round_steps)
-    if activation != "silu" and steps != GateSteps():
+    if activation != "silu" and steps._replace(**numbers) != GateSteps():
         raise ValueError(f"activation must be 'silu' with limit, alpha, up_offset or round_steps, got {activation!r}")
+    return numbers
 
 
 def check_cap(cap: object, z: Tensor, name: str = "cap", cure: str = "without a cap, leave out the call") -> None:
     """The cap of a softcap: a normal number of the type in which it is computed."""
-    given = number(name, cap)
+    wide = accumulator(z.dtype)
+    given, bounds = number(name, cap, wide), torch.finfo(wide)
     if isinstance(given, torch.SymFloat | torch.SymInt):
         return
-    wide = accumulator(z.dtype)
-    bounds = torch.finfo(wide)
     if not bounds.smallest_normal <= given <= bounds.max:
         raise ValueError(
             f"{name} must be finite and greater than 0, and a normal number of {str(wide)[6:]}, got {cap!r}; {cure}"
@@ -216,19 +223,44 @@ def check_ids(size: int, ids: Tensor, ignore_index: int | None) -> None:
         )
 
 
-def check_gate_numbers(limit: float | None, alpha: float, up_offset: float, clamp: str) -> tuple[float, float, float]:
-    """The numbers of a gate's optional steps as floats; the limit is 0 where there is none."""
-    most = 0.0 if limit is None else number("limit", limit)
+def check_temperature(temperature: Tensor | None) -> None:
+    """That each in a CPU's memory is greater than 0 and finite; a GPU would have to be waited for."""
+    if temperature is None or temperature.device.type != "cpu":
+        return
+    unfit = _not_positive(temperature)
+    if unfit is not None:
+        raise ValueError(
+            f"temperature must be finite and greater than 0, got {unfit}; pass 1 for a row that is to stay as it is"
+        )
+
+
+def _not_positive(values: Tensor) -> float | None:
+    """The first value that is not greater than 0 and finite; None if all are.
+
+    Bits are compared: where the thread flushes subnormals, these are 0 to all arithmetic.
+    """
+    of_bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize]
+    bits, infinite = values.resolve_neg().view(of_bits), values.new_full((), math.inf).view(of_bits)
+    unfit = (bits <= 0) | (bits >= infinite)
+    return values[unfit][0].item() if unfit.any() else None
+
+
+def check_gate_numbers(
+    limit: float | None, alpha: float, up_offset: float, clamp: str, wide: torch.dtype
+) -> dict[str, float]:
+    """The numbers of a gate's optional steps, rounded to ``wide``; the limit is 0 where there is none."""
+    kind = str(wide)[6:]
+    most = 0.0 if limit is None else number("limit", limit, wide)
     if not (most > 0 or limit is None):
-        raise ValueError(f"limit must be greater than 0, got {limit!r}; leave it out for none")
-    alpha, up_offset = number("alpha", alpha), number("up_offset", up_offset)
-    if not 1 <= alpha < math.inf:
-        raise ValueError(f"alpha must be finite and at least 1, got {alpha!r}; leave it out for silu")
-    if not -math.inf < up_offset < math.inf:
-        raise ValueError(f"up_offset must be finite, got {up_offset!r}; leave it out for none")
+        raise ValueError(f"limit must be greater than 0 in {kind}, got {limit!r}; leave it out for none")
+    of_z, of_y = number("alpha", alpha, wide), number("up_offset", up_offset, wide)
+    if not 1 <= of_z < math.inf:
+        raise ValueError(f"alpha must be finite and at least 1 in {kind}, got {alpha!r}; leave it out for silu")
+    if not -math.inf < of_y < math.inf:
+        raise ValueError(f"up_offset must be finite in {kind}, got {up_offset!r}; leave it out for none")
     if clamp not in ("before", "after"):
         raise ValueError(f"clamp must be 'before' or 'after', got {clamp!r}; leave it out to limit the gate")
-    return (0.0 if most == math.inf else most), alpha, up_offset
+    return {"limit": 0.0 if most == math.inf else most, "alpha": of_z, "up_offset": of_y}
 
 
 def check_affine(
@@ -324,9 +356,9 @@ def check_given(
         if in_memory:
             check_memory(name, tensor)
     if in_memory and scale is not None and scale.device.type == "cpu":
-        for value in (scale.amin().item(), scale.amax().item()) if scale.numel() > 1 else scale.flatten().tolist():
-            if not 0 < value < math.inf:
-                raise ValueError(f"scale must be greater than 0 and finite, got {value}; it is the value of one step")
+        unfit = _not_positive(scale)
+        if unfit is not None:
+            raise ValueError(f"scale must be greater than 0 and finite, got {unfit}; it is the quantization step size")
     if in_memory and zero_point is not None and zero_point.device.type == "cpu" and abs(zero_point.item()) >= MOST:
         raise ValueError(f"zero_point must lie between -2^30 and 2^30, got {zero_point.item()}; it is what a 0 becomes")
 
@@ -591,40 +623,6 @@ def _expands(tensor: Tensor, to: Tensor) -> bool:
     """Whether ``tensor.expand_as(to)`` works."""
     sizes = zip(reversed(tensor.shape), reversed(to.shape), strict=False)
     return tensor.dim() <= to.dim() and all(size == 1 or size == wanted for size, wanted in sizes)
-
-
-#: The meaning of an argument that is left out, and of torch's own default.
-_LEFT_OUT = {
-    "eps": "1e-06; torch's own default is torch.finfo(torch.float32).eps",
-    "weight_offset": "0.0",
-    "x_scale": "1.0",
-    "alpha": "1.0",
-    "up_offset": "0.0",
-}
-
-
-def number(name: str, value: object) -> float:
-    """The value as a float.
-
-    Raises:
-        TypeError: it is no real number.
-        ValueError: a float64 does not hold it.
-    """
-    if type(value) is float:
-        return value
-    if isinstance(value, torch.SymFloat | torch.SymInt):  # a compiler's, whose value nobody may ask for
-        return cast(float, value)
-    if not isinstance(value, Real):
-        cure = "pass a float, such as 1e-06"
-        if value is None and name in _LEFT_OUT:
-            cure = f"leave it out for {_LEFT_OUT[name]}"
-        elif isinstance(value, Tensor):
-            cure = f"pass {name}.item()"
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}; {cure}")
-    try:
-        return float(value)
-    except OverflowError:
-        raise ValueError(f"{name} must be a number that a float64 holds, got one beyond 1.8e308") from None
 
 
 def refuse_type(name: str, operand: object, cure: str | None = None) -> NoReturn:

@@ -26,9 +26,9 @@ from fusednorm.calls.checks import (
     check_memory,
     check_operands,
     check_samples,
-    number,
     refuse_type,
 )
+from fusednorm.calls.scalars import number, whole
 
 
 class Role(Enum):
@@ -114,8 +114,9 @@ class Declaration:
     joined: int = 1
     #: Whether an operand of rows that is float64 decides that all is computed in float64; else the first operand does.
     any_decides: bool = False
-    #: (*operands, flags by name): raises where flags do not fit; the operator of gradients has not all of them.
-    check: Callable[..., None] | None = None
+    #: (*operands, flags by name) -> None, or numbers by name in place of those given: raises where flags do not fit.
+    #: The operator of gradients has not all of them.
+    check: Callable[..., Mapping[str, Any] | None] | None = None
     #: (operands, flags, in_memory) -> flags: all checks, in place of those by roles, in words of the operation's own.
     checks: Callable[..., tuple[Any, ...]] | None = None
     #: Flags of calls that tests make, on operands of each role.
@@ -255,7 +256,7 @@ class Declaration:
         return of_like if asked is None else asked
 
     def checked(self, operands: Sequence[Tensor | None], flags: Sequence[Any], *, in_memory: bool) -> tuple[Any, ...]:
-        """Checks operands and flags; returns the flags, numbers as floats.
+        """Checks operands and flags; returns the flags, numbers rounded to the accumulator type.
 
         Raises:
             TypeError, ValueError: the operand or the flag, its value, what was expected, and the cure.
@@ -265,6 +266,15 @@ class Declaration:
         names = [operand.name for operand in self.operands]
         self.check_tensors(dict(zip(names, operands, strict=True)), in_memory)
         return self.checked_flags(operands, self.named(flags))
+
+    def rounded(self, operands: Sequence[Tensor | None], flags: Sequence[Any]) -> tuple[Any, ...]:
+        """The flags, numbers rounded to the accumulator type, for operands that a transform keeps from checks."""
+        wide = accumulator(self.decider(operands)[1].dtype)
+        numbers = {flag for flag, default in self.flags.items() if type(default) is float or default is float}
+        return tuple(
+            number(name, flag, wide) if name in numbers and flag is not None else flag
+            for name, flag in zip(self.flags, flags, strict=True)
+        )
 
     def named(self, flags: Sequence[Any]) -> dict[str, Any]:
         """All flags by name. torch leaves out the last ones that an operator's schema has defaults for."""
@@ -291,13 +301,14 @@ class Declaration:
                 refuse_type(name, tensor)
 
     def checked_flags(self, operands: Sequence[Tensor | None], flags: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Checks flags, or those that a gradient takes; returns them, numbers as floats."""
+        """Checks flags, or those that a gradient takes; returns them, numbers rounded to the accumulator type."""
         name, rows = self.decider(operands)
+        wide, found = accumulator(rows.dtype), flags
         if self.check is not None:
-            self.check(*operands, **flags)
+            found = {**flags, **(self.check(*operands, **flags) or {})}
         if self.transposed is not None:
             rows = None
-        return tuple(_checked_flag(flag, self.flags[flag], value, rows, name) for flag, value in flags.items())
+        return tuple(_checked_flag(flag, self.flags[flag], value, rows, name, wide) for flag, value in found.items())
 
 
 def _tensors(count: int) -> str:
@@ -336,18 +347,17 @@ def check_role(
             check_memory(name, tensor)
 
 
-def _checked_flag(name: str, default: Any, value: Any, rows: Any, rows_name: str) -> Any:
-    """A flag of its default's type."""
+def _checked_flag(name: str, default: Any, value: Any, rows: Any, rows_name: str, wide: torch.dtype) -> Any:
+    """A flag of its default's type, numbers rounded to ``wide``."""
     if type(default) is float or default is float:
-        return None if value is None and default is float else number(name, value)
+        return None if value is None and default is float else number(name, value, wide)
     if type(default) is bool:
         check_flag(name, value)
     elif default is None or default is torch.dtype:
         if value is not None or default is not None:
             check_dtype(name, value, rows, rows_name, "" if default is not None else "leave it out for the default")
     elif default is int:
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | torch.SymInt)):
-            raise TypeError(f"{name} must be int or None, got {value!r}; leave it out for None")
+        return None if value is None else whole(name, value)
     elif not isinstance(value, type(default)) and not isinstance(value, torch.SymInt):
         kind = type(default).__name__
         raise TypeError(f"{name} must be {kind}, got {value!r}; leave it out for {default!r}")

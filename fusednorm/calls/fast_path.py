@@ -15,7 +15,7 @@ import torch
 
 from fusednorm.calls import memory, must_be_seen
 from fusednorm.calls.c_enums import GateOrder
-from fusednorm.calls.call import FLOATS
+from fusednorm.calls.call import FLOATS, Flags
 
 try:
     # As graphs of torch's compiler call it; it is not public.
@@ -192,7 +192,7 @@ class Entry(NamedTuple):
             return otherwise or nothing
         names, taken = self.names.split(), _fast_path.kinds[self.kind].split()
         places = {name: place for place, name in enumerate(taken)}  # a later one of the same name is meant
-        constants = {**_CONSTANTS, **self.constants}
+        constants = {**Flags._field_defaults, **_CONSTANTS, **self.constants}
         found = _fast_path.entry(
             self.kind,
             tuple(arguments or names),

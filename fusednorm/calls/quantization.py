@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from fusednorm.calls.c_abi import KINDS, pack_quantization
+from fusednorm.calls.call import unusual
+from fusednorm.calls.scalars import in_float32
 
 #: Bits of the mantissa, and the least exponent of a normal number.
 FLOAT8 = {torch.float8_e4m3fn: (3, -6), torch.float8_e5m2: (2, -14)}
@@ -49,7 +51,9 @@ _EXCLUDED: dict[str, Callable[[Quantization], bool]] = {
     "apply='ratio' has no scale to be given: use per='row' or a group": (
         lambda q: q.apply == "ratio" and (is_given(q) or q.computes_zero_point)
     ),
-    "apply='ratio' does not use the scale: leave out scale_floor": lambda q: q.apply == "ratio" and q.scale_floor != 0,
+    "apply='ratio' does not use the scale: leave out scale_floor": (
+        lambda q: q.apply == "ratio" and in_float32(q.scale_floor) != 0
+    ),
     "apply='ratio' does not use the scale: leave out round_scale": (
         lambda q: q.apply == "ratio" and q.round_scale is not None
     ),
@@ -62,9 +66,14 @@ _EXCLUDED: dict[str, Callable[[Quantization], bool]] = {
     "returns='multiplier' goes with apply='ratio'": lambda q: q.returns == "multiplier" and q.apply != "ratio",
     "layout is for scales of groups and rows, not for per='tensor'": lambda q: q.layout != "row" and is_given(q),
     "amax_floor and amax_limit do not go with a computed zero_point, which has no amax": (
-        lambda q: q.computes_zero_point and (q.amax_floor != 0 or q.amax_limit != math.inf)
+        lambda q: q.computes_zero_point and (in_float32(q.amax_floor) != 0 or in_float32(q.amax_limit) != math.inf)
     ),
 }
+
+
+#: The fields that a backend knows which knows quantizers. Kernels never see ``scale_dtype``.
+_FIRST_FIELDS = ("dtype", "per", "zero_point", "scale_by", "apply", "amax_floor", "amax_limit", "scale_floor")
+_FIRST_FIELDS += ("floor_dtype", "returns", "layout", "qmin", "qmax", "scale_dtype")
 
 
 @dataclass(frozen=True)
@@ -188,6 +197,12 @@ class Quantization:
     def in_float32(self) -> Quantization:
         """The same with float32 scales, which kernels compute."""
         return replace(self, scale_dtype=None)
+
+    @functools.cached_property
+    def features(self) -> tuple[str, ...]:
+        """The fields that are not at their usual values, but those that each backend knows which knows quantizers."""
+        mine = {one.name: getattr(self, one.name) for one in fields(self)}
+        return unusual(mine, {one.name: one.default for one in fields(self)}, _FIRST_FIELDS)
 
     def group(self, hidden_size: int) -> int:
         """The elements that share a scale, for rows of this length; all of them for per="tensor"."""

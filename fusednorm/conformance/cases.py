@@ -7,6 +7,7 @@ import itertools
 import struct
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 import fusednorm
@@ -153,7 +154,13 @@ def recorded(function, operands, incoming, **flags):
 
 
 def of_oracle(function, operands, incoming, **flags):
-    """The oracle's outputs and gradients of the same call, as arrays or tensors on the CPU."""
+    """The oracle's outputs and gradients of the same call, as arrays or tensors on the CPU.
+
+    Its numbers are rounded before to the type of the computation, as section 2 of the specification says.
+    """
+    if next(iter(operands.values())).dtype != F64:
+        with np.errstate(over="ignore"):
+            flags = {name: float(np.float32(n)) if type(n) is float else n for name, n in flags.items()}
     found = (vars(oracle) | vars(oracle_gated) | vars(oracle_log_prob))[function](
         tuple(operands.values()), incoming, **flags
     )

@@ -197,6 +197,7 @@ def gated(
     """
     kind = np.float64 if torch.float64 in (y.dtype, z.dtype) else np.float32
     between = between or (torch.float64 if kind == np.float64 else torch.float32)
+    limit = None if limit is None or np.isinf(limit) else limit
     g, u = _wide(z, kind), _wide(y, kind)
     z_passes = a_passes = y_passes = np.True_
     if limit is not None and clamp == "before":

@@ -263,6 +263,37 @@ def test_gates_in_steps(mode, agree, dtype):
             agree((out, dboth), (found["out"], wanted), f"in turns, {steps}")
 
 
+#: Numbers that change nothing once they are rounded, of which some are infinite then, and numbers just beside them.
+BESIDE = {
+    "rms_norm": ({"weight_offset": 1e-60}, {"weight_offset": 2.0**-24}),
+    "fused_add_rms_norm": ({"x_scale": 1 + 1e-12, "weight_offset": 1e-60}, {"x_scale": 1 + 2.0**-23}),
+    "layer_norm": ({"weight_offset": -1e-60},),
+    "rms_norm_gated": ({"weight_offset": 1e-60}, {"weight_offset": 1e39}),
+    "qk_norm_rope": ({"weight_offset": 1e-60},),
+    "silu_and_mul": (
+        {"alpha": 1 + 1e-12, "up_offset": 1e-60, "limit": 1e39, "round_steps": True},
+        {"alpha": 1 + 2.0**-23, "up_offset": 2.0**-24, "limit": 3.4028234e38, "round_steps": True},
+    ),
+    "softcap": ({"cap": 1 + 1e-12},),
+    "selected_log_prob": ({"softcap": 30 + 1e-12},),
+}
+
+
+@pytest.mark.parametrize("function", BESIDE)
+@pytest.mark.left_out("triton_cpu", but=["silu_and_mul", "rms_norm_gated"])
+def test_numbers_beside_those_that_change_nothing(mode, agree, function):
+    case = Case(4, 96, BF16, BF16, BF16, data="nan row")
+    x, other, weight = operands(case)
+    x[0, :2], weight[:2] = torch.tensor([0.0, -0.0]), torch.tensor([-0.0, 0.0])
+    for flags in BESIDE[function]:
+        if function == "qk_norm_rope":
+            given, _ = of_heads(case, 64, 32, BF16)
+        else:
+            given = OPERATIONS[function].tensors(x, other, weight)
+            given = {name: given.get(name) for name in NAMES[function][0]}
+        check_call(agree, function, given, "beside", **flags)
+
+
 @pytest.mark.parametrize("function", DECLARED)
 @pytest.mark.left_out("cuda", "triton_ptx", "triton_cpu", but=["gelu", "relu2"])
 def test_declared(mode, agree, function):

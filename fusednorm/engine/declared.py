@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from fusednorm.calls.call import DeclaredCall, Flags, Step, operation_of
+from fusednorm.calls.call import DeclaredCall, Flags, Step, operation_of, unusual
 from fusednorm.calls.checks import check_kept
 from fusednorm.calls.declared import Declaration, Role
 from fusednorm.calls.memory import in_levels, packed
@@ -23,10 +23,12 @@ class Kernel:
         declaration: the operation.
         name: the operation's in calls; by default the declared one.
         step: the name in ``KNOWS`` of backends that have it; by default the declared one.
+        known: the flags that such a backend knows; it is asked about others that are not at their usual values.
     """
 
-    def __init__(self, declaration: Declaration, name: str = "", step: str = "") -> None:
+    def __init__(self, declaration: Declaration, name: str = "", step: str = "", known: Sequence[str] = ()) -> None:
         self.declaration, self.name, self.step = declaration, name or declaration.name, step or declaration.name
+        self._known = known
         self._operands = [operand.name for operand in declaration.operands]
         roles = {result.name: result.role for result in declaration.results}
         self._of_rows = [name for name, role in {**declaration.roles, **roles}.items() if role is Role.ROWS]
@@ -34,12 +36,12 @@ class Kernel:
 
     def run(self, *arguments: Any) -> tuple[Tensor, ...]:
         """The results, as the formula returns them."""
-        declaration, rows = self.declaration, arguments[0]
-        backend = backend_of(rows, self.step)
+        declaration, rows, count = self.declaration, arguments[0], len(self._operands)
+        operands, flags = arguments[:count], arguments[count:]
+        numbers = self._numbers(declaration.named(flags))
+        backend = backend_of(rows, self.step, *self._unusual(numbers))
         if backend is None:
             return declaration.formula(*arguments)
-        count = len(self._operands)
-        operands, flags = arguments[:count], arguments[count:]
         results = {
             result.name: torch.empty(
                 declaration.shape(result.role, operands),
@@ -49,7 +51,7 @@ class Kernel:
             for result in declaration.results
         }
         named = dict(zip(self._operands, operands, strict=True))
-        make(backend, self.name, named, results, self._of_rows, self._numbers(declaration.named(flags)))
+        make(backend, self.name, named, results, self._of_rows, numbers)
         return tuple(results.values())
 
     def run_gradient(self, *arguments: Any) -> tuple[Tensor | None, ...]:
@@ -60,18 +62,22 @@ class Kernel:
         tensors = dict(zip(declaration.backward_tensors, arguments, strict=False))
         incoming = {name: tensors.pop(name) for name in declaration.incoming}
         flags = dict(zip(declaration.gradient_flags, arguments[-1 - len(declaration.gradient_flags) :], strict=False))
-        step = f"{self.step}_backward"
-        found = gradient(step, self.name, incoming, tensors, self._of_rows, self._numbers(flags))
+        numbers = self._numbers(flags)
+        backend = backend_of(arguments[0], f"{self.step}_backward", *self._unusual(numbers))
+        found = gradient(backend, self.name, incoming, tensors, self._of_rows, numbers)
         return cast(Any, declaration.gradient)(*arguments) if found is None else (found,)
+
+    def _unusual(self, flags: Mapping[str, Any]) -> tuple[str, ...]:
+        return unusual(flags, self.declaration.defaults, self._known)
 
     def _numbers(self, flags: Mapping[str, Any]) -> dict[str, Any]:
         """The flags but those that are dtypes of results."""
         return {name: value for name, value in flags.items() if name not in self._of_dtypes}
 
 
-def backend_of(rows: Tensor, step: str) -> Chosen | None:
-    """The backend for such rows, if it has such a call."""
-    return whole_of(operation_of(rows, None, None, Flags()), Step(step))
+def backend_of(rows: Tensor, step: str, *unusual: str) -> Chosen | None:
+    """The backend for such rows, if it has such a call, with the flags that are not at their usual values."""
+    return whole_of(operation_of(rows, None, None, Flags()), Step(step).with_flags(*unusual))
 
 
 def make(
@@ -108,7 +114,7 @@ def make(
 
 
 def gradient(
-    step: str,
+    backend: Chosen | None,
     name: str,
     incoming: Mapping[str, Tensor | None],
     others: Mapping[str, Tensor | None],
@@ -118,7 +124,6 @@ def gradient(
 ) -> Tensor | None:
     """The gradient of the first of the others, which the forward pass took or returned; None: no backend has it."""
     x = cast(Tensor, next(iter(others.values())))
-    backend = backend_of(x, step)
     if backend is None:
         return None
     check_kept([*incoming.values()], [*others.values()])

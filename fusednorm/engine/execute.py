@@ -33,6 +33,7 @@ from fusednorm.calls.call import (
     Strides,
     accumulator,
     operation_of,
+    step_of_gate,
 )
 from fusednorm.calls.checks import (
     as_called,
@@ -43,11 +44,11 @@ from fusednorm.calls.checks import (
     check_kept,
     check_operands,
     check_rows_to_write,
-    number,
     refuse_layout,
 )
 from fusednorm.calls.memory import ABSENT, Layout, in_levels, lies_in_rows, packed, two_levels
 from fusednorm.calls.quantization import Quantization, groups_of, is_given
+from fusednorm.calls.scalars import number
 from fusednorm.engine import fast_path
 from fusednorm.engine.checked_backend import FirstCalls
 from fusednorm.engine.choose import Chosen, select, selected, serving
@@ -55,8 +56,7 @@ from fusednorm.reference import activations, quantizer
 
 _on_fast_path = path.Entry(
     "norm",
-    "x residual weight out residual_out eps weight_offset round_sum round_norm out_dtype residual_dtype center rstd "
-    "bias",
+    f"x residual weight out residual_out {' '.join(Flags._fields)} rstd bias",
     constants={"ask": False},
 ).open()
 
@@ -133,11 +133,11 @@ def norm(
         check_operands(x, None, before.weight, None, None)
         check_between(before.between, x)
         first_weight = None if before.weight is None else packed(before.weight)
-        first_eps = number("eps", before.eps)
+        first_eps = number("eps", before.eps, accumulator(x.dtype))
     flags = check_flags(flags, x, residual, out, residual_out)
     if affine:
         check_affine(x, weight, bias, in_memory=True)
-    x_scale = number("x_scale", x_scale) if affine else 1.0
+    x_scale = number("x_scale", x_scale, accumulator(x.dtype)) if affine else 1.0
     if weight is not None:
         weight = of_all_heads(weight)
     if bias is not None:
@@ -330,10 +330,9 @@ _NO_STEPS = GateSteps()
 
 def backend_of_gates(z: Tensor, step: str, gating: Gating, interleaved: bool = False) -> Chosen | None:
     """The backend for such rows, if it has such gates, or their gradients."""
-    also: tuple[str, ...] = ("softcap",)
-    if gating.activation != "softcap":
-        also = ("gate_steps",) * (gating.steps != _NO_STEPS) + ("gate_interleaved",) * interleaved
-    return whole_of(operation_of(z, None, None, Flags()), Step(step, also=also))
+    return whole_of(
+        operation_of(z, None, None, Flags()), step_of_gate(step, gating.activation, gating.steps, interleaved)
+    )
 
 
 def _interleaved(y: Tensor | None, z: Tensor) -> Tensor | None:
@@ -464,7 +463,7 @@ class GatedNorm(NamedTuple):
 
 def backend_of_gated_gradients(x: Tensor, weight: Tensor | None, how: GatedNorm) -> Chosen | None:
     """The backend of such rows, if it has the gradients of a norm and a gate in one call."""
-    return whole_of(how.operation(x, of_all_heads(weight)), Step("norm_gated_backward"))
+    return whole_of(how.operation(x, of_all_heads(weight)), step_of_gate("norm_gated_backward", how.activation))
 
 
 def norm_gated(
@@ -482,7 +481,7 @@ def norm_gated(
             return cast(Tensor, taken)
     weight = of_all_heads(weight)
     operation = how.operation(x, weight)
-    backend = whole_of(operation, Step("norm_gated"))
+    backend = whole_of(operation, step_of_gate("norm_gated", how.activation))
     if backend is None:
         return None
     layout = in_levels((out,), (x, z))

@@ -60,7 +60,9 @@ class Operation(Operator):
         outputs = tuple(t for t in given.values() if t is not None)
         tensors, seen = tuple(operands.values()), listener is Listener.DISPATCHER
         flags = tuple(arguments.get(flag, default) for flag, default in declaration.defaults.items())
-        if not (is_dynamo_compiling() or listener is Listener.TRANSFORM):
+        if listener is Listener.TRANSFORM:
+            flags = declaration.rounded(tensors, flags)
+        elif not is_dynamo_compiling():
             flags = declaration.checked(tensors, flags, in_memory=not seen)
         records = is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
         if outputs:

@@ -9,16 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusednorm.calls.call import Before, Flags, Step, accumulator, operation_of
-from fusednorm.calls.checks import (
-    check_affine,
-    check_between,
-    check_flags,
-    check_operands,
-    check_quantization,
-    number,
-)
+from fusednorm.calls.call import ACTIVATIONS, Before, Flags, Step, accumulator, operation_of, step_of_gate
+from fusednorm.calls.checks import check_affine, check_between, check_flags, check_operands, check_quantization
 from fusednorm.calls.quantization import Quantization, is_given
+from fusednorm.calls.scalars import number
 from fusednorm.engine.choose import Explanation, choose
 from fusednorm.operations.l2 import l2_norm
 from fusednorm.operations.listed import of_function
@@ -68,7 +62,7 @@ def explain(
     if listed.steps.startswith("norm, add"):
         before = Before(weight, 1e-6, between, "next_weight" in listed.operands)
         weight = next_weight
-    x_scale = number("x_scale", x_scale)
+    x_scale = number("x_scale", x_scale, accumulator(x.dtype))
     for name, given in (("bias", bias is not None), ("x_scale", x_scale != 1.0)):
         if given and name not in listed.parameters:
             raise TypeError(f"{function.__name__} takes no {name}; leave it out, or pass a function that takes it")
@@ -94,9 +88,8 @@ def explain(
             by = f"{by}, their scales are converted to {str(quantization.scale_dtype)[6:]} {by_torch}"
         found = replace(found, plan=f"{found.plan}; the rows are quantized {by}")
     if "gate" in listed.steps:
-        also = ("softcap",) if listed.name == "softcap" else ()
-        by = own if found.takes(Step("gate", also=also)) else by_torch
-        if listed.steps == "norm, gate" and found.takes(Step("norm_gated")):
+        by = own if found.takes(step_of_gate("gate", _activation_of(listed.name))) else by_torch
+        if listed.steps == "norm, gate" and found.takes(step_of_gate("norm_gated", "silu")):
             by = "in the same call"
         alone = listed.steps == "gate" and len(listed.operands) == 1
         done = f"{listed.name} is computed" if alone else "the rows are gated"
@@ -110,3 +103,9 @@ def explain(
             plan, by = found.module.plan(found.operation._replace(step=step)), "in the same call"
         found = replace(found, plan=f"{plan}; heads are rotated {by}")
     return found
+
+
+def _activation_of(name: str) -> str:
+    """The function of the gate that a public function of this name has; "silu" where its caller names one."""
+    own = name.removesuffix("_quant").removesuffix("_and_mul")
+    return own if own in (*ACTIVATIONS, "softcap") else "silu"

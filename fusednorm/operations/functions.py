@@ -73,7 +73,8 @@ class _Function(Operation):
         *flags, out, _ = others
         if out is not None or must_be_seen.transforms_active():
             return None
-        return Gated.apply(self.gating(z, *flags), False, None, z)  # type: ignore[no-untyped-call]
+        gating = self.gating(z, *self.declaration.rounded((z,), (*flags, None)))
+        return Gated.apply(gating, False, None, z)  # type: ignore[no-untyped-call]
 
     def again(self, z: Tensor, gating: Gating) -> Any:
         """The results once more, of which gradients can be differentiated."""
@@ -101,7 +102,7 @@ class _Softcap(_Function):
     ) -> Gating:
         """The steps are rounded to ``between``."""
         between = z.dtype if round_steps and z.dtype != accumulator(z.dtype) else None
-        return Gating(self.activation, between, out_dtype or z.dtype, float(cap), round_steps=round_steps)
+        return Gating(self.activation, between, out_dtype or z.dtype, cap, round_steps=round_steps)
 
     def again(self, z: Tensor, gating: Gating) -> Any:
         """The same, with the flags."""

@@ -59,7 +59,8 @@ def _record_and_mul(
     """The same of :func:`silu_and_mul`."""
     if out is not None or must_be_seen.transforms_active():
         return None
-    steps = GateSteps(limit or 0.0, alpha, up_offset, clamp, round_steps)
+    numbers = check_gate_numbers(limit, alpha, up_offset, clamp, accumulator(gate.dtype))
+    steps = GateSteps(**numbers, clamp=clamp, round_steps=round_steps)
     gating = _and_mul_gating(activation, between, gate, steps)._replace(out_dtype=gate.dtype)
     return Gated.apply(gating, interleaved, *((gate,) if up is None else (up, gate)))  # type: ignore[no-untyped-call]
 
@@ -272,7 +273,8 @@ def checked_operands(
     if not isinstance(gate, Tensor):
         refuse_type("gate", gate)
     check_between(between, gate, "gate")
-    steps = GateSteps(*check_gate_numbers(limit, alpha, up_offset, clamp), clamp, round_steps)
+    numbers = check_gate_numbers(limit, alpha, up_offset, clamp, accumulator(gate.dtype))
+    steps = GateSteps(**numbers, clamp=clamp, round_steps=round_steps)
     check_flag("interleaved", interleaved)
     check_flag("round_steps", round_steps)
     if round_steps and between is not None:

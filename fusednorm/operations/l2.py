@@ -11,7 +11,8 @@ from torch.compiler import is_dynamo_compiling
 
 from fusednorm.calls import must_be_seen
 from fusednorm.calls.call import accumulator
-from fusednorm.calls.checks import number, refuse_type
+from fusednorm.calls.checks import refuse_type
+from fusednorm.calls.scalars import number
 from fusednorm.operations.norm import rms_norm
 
 
@@ -46,7 +47,7 @@ def l2_norm(x: Tensor, eps: float = 1e-6, *, out: Tensor | None = None, out_dtyp
     if isinstance(hidden_size, Tensor):  # of torch.jit.trace, whose programs have eps as a number
         hidden_size = int(hidden_size)
     if type(eps) is not float:
-        eps = number("eps", eps)
+        eps = number("eps", eps, torch.float64)  # the quotient is rounded
     if must_be_seen.overrides_operations(x) and x.layout == torch.strided:  # a DTensor takes a weight that is one
         weight = x.new_full((hidden_size,), _each(hidden_size), dtype=accumulator(x.dtype))
     else:

@@ -13,9 +13,10 @@ from torch.compiler import is_dynamo_compiling
 from fusednorm.calls import must_be_seen
 from fusednorm.calls.c_enums import DeclaredOf
 from fusednorm.calls.call import accumulator
-from fusednorm.calls.checks import check_cap, check_ids, number, refuse_type
+from fusednorm.calls.checks import check_cap, check_ids, check_temperature, refuse_type
 from fusednorm.calls.declared import Declaration, Operand, Result, Role
 from fusednorm.calls.fast_path import Entry
+from fusednorm.calls.scalars import number
 from fusednorm.engine.declared import Kernel
 from fusednorm.operations.declared import Operation, Results, dtype_of
 from fusednorm.reference import log_prob as reference
@@ -75,15 +76,16 @@ class _Operation(Operation):
         entry = Entry("log_prob", " ".join(self._names), constants={"operation": of.value, "kept": True})
         taken = " ".join((*declaration.backward_tensors, *declaration.gradient_flags, "needs"))
         gradient = Entry("log_prob_backward", taken, constants={"operation": of.value})
-        self._kernel = kernel = Kernel(declaration, of.name.lower(), "log_prob")
+        self._kernel = kernel = Kernel(declaration, of.name.lower(), "log_prob", known=("softcap", "ignore_index"))
         super().__init__(declaration, self._run, kernel.run_gradient, entry.open(), gradient.open())
         public = Entry("log_prob", f"{entry.names} out", constants={"operation": of.value, "kept": False})
         self._on_fast_path = public.open(recorded=self._record)
 
     def _run(self, logits: Tensor, *others: Any) -> tuple[Tensor, ...]:
         if "ids" in self._names:
-            ids, *_, ignore_index = others
+            ids, temperature, *_, ignore_index = others
             check_ids(logits.shape[-1], ids, ignore_index)
+            check_temperature(temperature)
         found = self._kernel.run(logits, *others)
         if self.declaration is _WITH_ENTROPY.declaration:  # a kernel writes the entropy that is kept
             found[1].copy_(found[-1])
@@ -110,8 +112,9 @@ class _Operation(Operation):
             self.declaration.checked_flags((logits,), {"out_dtype": others["out_dtype"]})
         if "temperature" in others:
             others["temperature"] = _of_rows(logits, others["temperature"])
-        given = [others.get(name) for name in self._names[1:]]
-        found = cast(Any, self.recorded).record(logits, *given)[: len(self.declaration.returned)]
+        operands = [others.get(name) for name in self._names[1 : self.count]]
+        flags = self.declaration.rounded((logits, *operands), [others.get(flag) for flag in self.declaration.flags])
+        found = cast(Any, self.recorded).record(logits, *operands, *flags)[: len(self.declaration.returned)]
         return found if len(found) > 1 else found[0]
 
     def of_parts(self, *arguments: Any) -> tuple[Tensor, ...] | None:
@@ -171,14 +174,19 @@ _WITH_ENTROPY = _Operation(
 
 def _of_rows(logits: Tensor, temperature: float | Tensor | None) -> Tensor | None:
     """A temperature for each row of logits."""
-    if temperature is None or not isinstance(temperature, Real | torch.SymFloat | torch.SymInt):
-        return cast("Tensor | None", temperature)  # what it is, is checked with the operands
+    if not isinstance(temperature, Real | torch.SymFloat | torch.SymInt):
+        one = isinstance(temperature, Tensor) and temperature.dim() == 0 and isinstance(logits, Tensor)
+        return cast(Any, temperature).expand(logits.shape[:-1]) if one and logits.dim() else cast(Any, temperature)
     if not isinstance(logits, Tensor):
         refuse_type("logits", logits)
-    value = number("temperature", temperature)
+    wide = accumulator(logits.dtype)
+    value = number("temperature", temperature, wide)
     if isinstance(value, float) and not 0 < value < math.inf:
-        raise ValueError(f"temperature must be finite and greater than 0, got {temperature!r}; leave it out for 1")
-    return logits.new_full(logits.shape[:-1], value, dtype=accumulator(logits.dtype))
+        kind = str(wide)[6:]
+        raise ValueError(
+            f"temperature must be finite and greater than 0 in {kind}, got {temperature!r}; leave it out for 1"
+        )
+    return logits.new_full(logits.shape[:-1], value, dtype=wide)
 
 
 @_LOG_SOFTMAX.public
@@ -232,8 +240,8 @@ def selected_log_prob(
         logits: [..., N], float16, bfloat16, float32 or float64, any strides.
         ids: [...], or [..., K] for several of each row, int32 or int64, from 0 to N - 1.
         softcap: logits are first replaced by :func:`softcap` of them, of their dtype, with this cap, unless it is None.
-        temperature: logits are then divided by it: a number greater than 0, or [...] with one for each row, of any of
-            the dtypes (float64 only for float64 logits). It has no gradient.
+        temperature: logits are then divided by it: a number greater than 0, or a tensor of such, of one number or of
+            [...] with one for each row, of any of the dtypes (float64 only for float64 logits). It has no gradient.
         ignore_index: rows with this id have 0, whatever their logits are, and pass back 0; None: there is no such id.
 
     Returns:
@@ -242,7 +250,7 @@ def selected_log_prob(
     Raises:
         IndexError: an id has no element, on a CPU; on a GPU its log-probability is NaN.
         TypeError: an operand is no tensor, or of a dtype that does not fit.
-        ValueError: shapes, devices, memory or numbers do not fit.
+        ValueError: shapes, devices, memory or numbers do not fit; a tensor's temperatures are looked at on a CPU.
     """
     return _SELECTED(
         "selected_log_prob",

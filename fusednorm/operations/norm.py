@@ -18,13 +18,14 @@ from fusednorm.calls.checks import (
     check_flags,
     check_operands,
     check_written,
-    number,
     refuse_grad,
     refuse_nested,
     refuse_type,
     requires_grad,
+    rounded_flags,
 )
 from fusednorm.calls.fast_path import Entry
+from fusednorm.calls.scalars import number
 from fusednorm.engine import execute
 from fusednorm.operations.declared import Results
 from fusednorm.torch_ops import dtensor_bridge, steps
@@ -57,7 +58,7 @@ def record_sum(
     new = out is residual_out is None and out_dtype is residual_dtype is None
     if not new or x_scale != 1.0 or must_be_seen.transforms_active():
         return None
-    flags = (eps, weight_offset, round_sum, round_norm, None, None, center)
+    flags = Flags(eps, weight_offset, round_sum, round_norm, center=center)
     return Normalise.apply(x, residual, weight, bias, *flags)  # type: ignore[no-untyped-call]
 
 
@@ -262,7 +263,7 @@ def beyond_fast_path(call: NormCall) -> Results:  # type: ignore[type-var]
     alone = before is None and x_scale == 1.0
     alone = alone and (flags.center or (bias is None and getattr(weight, "ndim", 1) != 2))
     if before is not None and flags.eps is not before.eps:
-        number("next_eps", flags.eps)  # its name here; it is converted with the other flags
+        number("next_eps", flags.eps, torch.float64)  # its name here; it is rounded with the other flags
     records = not direct and is_grad_enabled() and requires_grad(*operands)
     if records and not new:
         refuse_grad(function.__name__)
@@ -317,7 +318,8 @@ def _checked(call: NormCall, traced: bool, in_memory: bool) -> NormCall:
             check_affine(x, weight, bias, in_memory=in_memory)
     if before is not None:
         check_between(before.between, x)
-    flags, x_scale = check_flags(flags, x, residual, out, residual_out), number("x_scale", x_scale)
+    flags = check_flags(flags, x, residual, out, residual_out)
+    x_scale = number("x_scale", x_scale, accumulator(x.dtype))
     given = out is not None or residual_out is not None
     if given and not (traced or must_be_seen.below(*operands)):
         check_written(x, residual, out, residual_out, next_weight)
@@ -337,9 +339,10 @@ def _in_one_operator(call: NormCall) -> tuple[Any, Any]:
 def _composed(call: NormCall) -> tuple[Any, Any]:
     """Both outputs by plain operations, one after the other; those that are given take a copy at the end."""
     _, x, residual, weight, flags, out, residual_out, bias, x_scale, before, _ = call
-    eps, weight_offset, round_sum, round_norm, out_dtype, residual_dtype, _ = flags
+    eps, weight_offset, round_sum, round_norm = flags.eps, flags.weight_offset, flags.round_sum, flags.round_norm
+    residual_dtype = flags.residual_dtype
     function, wide = rms_norm if residual is None else fused_add_rms_norm, accumulator(x.dtype)
-    out_dtype = out_dtype or (x.dtype if out is None else out.dtype)
+    out_dtype = flags.out_dtype or (x.dtype if out is None else out.dtype)
     y: Any = None
     total: Any
     if before is not None:
@@ -364,7 +367,7 @@ def _composed(call: NormCall) -> tuple[Any, Any]:
 
 def _transformed(call: NormCall) -> tuple[Tensor, Any]:
     """Both outputs of a norm alone under ``torch.func`` or forward-mode differentiation; given ones take a copy."""
-    operator, arguments = _operator_of(call)
+    operator, arguments = _operator_of(call._replace(flags=rounded_flags(call.flags, call.x)))
     apply: Any = operator.recorded.apply
     if "torch._dynamo" in sys.modules:  # else it would try to compile what it finds below a call that it left alone
         apply = torch.compiler.disable(apply)  # type: ignore[no-untyped-call]
@@ -381,14 +384,13 @@ def _transformed(call: NormCall) -> tuple[Tensor, Any]:
 
 def _operator_of(call: NormCall) -> tuple[Operator, tuple[Any, ...]]:
     """The operator of a norm alone, and its arguments."""
-    # Before 2.10 torch's compiler knows no slices of a NamedTuple.
-    eps, weight_offset, round_sum, round_norm, out_dtype, residual_dtype, center = call.flags
-    numbers = (eps, weight_offset, round_sum, round_norm, out_dtype)
+    flags, center = call.flags, call.flags.center
+    numbers = (flags.eps, flags.weight_offset, flags.round_sum, flags.round_norm, flags.out_dtype)
     affine = (call.weight, call.bias) if center else (call.weight,)
     if call.residual is None:
         return LAYER_NORM if center else RMS_NORM, (call.x, *affine, *numbers)
     operator = FUSED_ADD_LAYER_NORM if center else FUSED_ADD_RMS_NORM
-    return operator, (call.x, call.residual, *affine, *numbers, residual_dtype)
+    return operator, (call.x, call.residual, *affine, *numbers, flags.residual_dtype)
 
 
 def _dispatched(call: NormCall, compiling: bool) -> tuple[Tensor, Any]:

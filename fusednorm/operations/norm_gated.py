@@ -17,13 +17,13 @@ from fusednorm.calls.checks import (
     check_between,
     check_flag,
     check_operands,
-    number,
     refuse_grad,
     refuse_type,
     requires_grad,
 )
 from fusednorm.calls.fast_path import Entry
 from fusednorm.calls.must_be_seen import Listener
+from fusednorm.calls.scalars import number
 from fusednorm.engine import execute
 from fusednorm.engine.execute import GatedNorm
 from fusednorm.operations.gate import gate as gated
@@ -131,6 +131,9 @@ def _rows(
         return must_be_seen.handed_over(function, operands, values)
     in_memory = listener is None
     _check(*operands, how, out, in_memory)
+    wide = accumulator(x.dtype)
+    numbers = {"eps": number("eps", how.eps, wide), "weight_offset": number("weight_offset", how.weight_offset, wide)}
+    how = how._replace(**numbers)
     records = is_grad_enabled() and requires_grad(*operands)
     if out is not None and records:
         refuse_grad(function.__name__)
@@ -144,13 +147,14 @@ def _rows(
 
 
 def _check(x: Tensor, gate: Tensor, weight: Tensor | None, how: GatedNorm, out: Tensor | None, in_memory: bool) -> None:
-    """That operands and flags fit each other, but for numbers and ``round_norm``."""
+    """That operands and flags fit each other, but for numbers."""
     if gate is None:
         refuse_type("gate", gate)
     check_operands(x, gate, weight, out, None, in_memory=in_memory, residual_name="gate")
     check_between(how.between, x)
     check_activation(how.activation)
     check_flag("norm_before_gate", how.norm_before_gate)
+    check_flag("round_norm", how.round_norm)
     if how.between is not None and not how.norm_before_gate:
         raise TypeError("between is given with norm_before_gate=False, where nothing is rounded between; leave it out")
     check_group_size(how.group_size, x.shape[-1])
@@ -209,8 +213,6 @@ def _in_one_call(
     x: Tensor, gate: Tensor, weight: Tensor | None, how: GatedNorm, out: Tensor | None, records: bool
 ) -> Tensor | None:
     """The rows, new or in ``out``, by a backend that has a norm and a gate in one call; None if there is none."""
-    how = how._replace(eps=number("eps", how.eps), weight_offset=number("weight_offset", how.weight_offset))
-    check_flag("round_norm", how.round_norm)
     groups, gates, weights, into = _in_groups(how, x, gate, weight, out)
     if records:
         backend = execute.backend_of_gated_gradients(groups, weights, how)

@@ -93,26 +93,26 @@ class Operator:
         flags = declaration.checked(operands, arguments[self.count :], in_memory=False)
         return _one_or_more(tuple(_zeros(declaration, declaration.results, operands, flags)))
 
-    def _split(self, arguments: Sequence[Any], in_memory: bool) -> tuple[Sequence[Any], Sequence[Any]]:
-        """The operands and needs of the gradients' operator, which are checked."""
+    def _split(self, arguments: Sequence[Any], in_memory: bool) -> tuple[list[Any], list[Any], Sequence[Any]]:
+        """The operands, the flags and the needs of the gradients' operator, which are checked."""
         declaration, needs = self.declaration, arguments[-1]
         tensors = dict(zip(declaration.backward_tensors, arguments, strict=False))
         operands = {operand.name: tensors[operand.name] for operand in declaration.operands}
         check_needs(needs, tuple(operand.name for operand in declaration.with_gradient))
         declaration.check_tensors({**operands, **tensors}, in_memory)
-        flags = arguments[len(declaration.backward_tensors) : -1]
-        declaration.checked_flags([*operands.values()], dict(zip(declaration.gradient_flags, flags, strict=True)))
-        return [*operands.values()], needs
+        given = dict(zip(declaration.gradient_flags, arguments[len(declaration.backward_tensors) : -1], strict=True))
+        flags = declaration.checked_flags([*operands.values()], given)
+        return [*operands.values()], [*flags], needs
 
     def _backward(self, *arguments: Any) -> Any:
-        operands, _ = self._split(arguments, in_memory=True)
-        found = cast(Any, self.run_gradient)(*arguments)
-        nothing = operands[0].new_empty
+        operands, flags, needs = self._split(arguments, in_memory=True)
         given = arguments[: len(self.declaration.backward_tensors)]
+        found = cast(Any, self.run_gradient)(*given, *flags, needs)
+        nothing = operands[0].new_empty
         return _one_or_more(_new(tuple(nothing(0) if t is None else t for t in found), given))
 
     def _fake_backward(self, *arguments: Any) -> Any:
-        operands, needs = self._split(arguments, in_memory=False)
+        operands, _, needs = self._split(arguments, in_memory=False)
         those = [operands[place] for place in self.declaration.places]
         pairs = zip(those, needs, strict=True)
         found = [(t, t.shape) if need and t is not None else (operands[0], [0]) for t, need in pairs]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusednorm.calls import fast_path, must_be_seen
 from fusednorm.calls.call import Flags, NormGradients, RMSNorm, Step, accumulator, operation_of
-from fusednorm.calls.checks import check_flags, check_kept
+from fusednorm.calls.checks import check_kept, rounded_flags
 from fusednorm.engine import execute
 from fusednorm.engine.choose import Chosen
 from fusednorm.reference import norm as reference
@@ -42,7 +42,7 @@ def keep(
     ctx.save_for_backward(rstd, weight, bias, *terms)
     ctx.set_materialize_grads(False)
     ctx.around = bias is not None or getattr(weight, "ndim", 1) == 2
-    ctx.flags, ctx.operation = flags, operation_of(x, residual, weight, flags, bias=bias)
+    ctx.flags, ctx.operation = rounded_flags(flags, x), operation_of(x, residual, weight, flags, bias=bias)
 
 
 def composed_again(
@@ -191,8 +191,6 @@ class Normalise(torch.autograd.Function):
         flags, rstd = Flags(*rest), new_rstd(x)
         of_heads = getattr(weight, "ndim", 1) == 2
         y, total = execute.fast_path_first(x, residual, weight, flags, rstd=rstd, bias=bias, of_heads=of_heads)
-        if type(flags.eps) is not float or type(flags.weight_offset) is not float:
-            flags = check_flags(flags, x, residual, None, None)
         keep(ctx, x, residual, weight, flags, (y, total, rstd), bias)
         ctx.backend = backend_of(ctx.operation, weight, bias)  # in the backward pass another may be in force
         if total is not None and not any(ctx.needs_input_grad[:2]):

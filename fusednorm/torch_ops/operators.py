@@ -27,6 +27,7 @@ from fusednorm.calls.checks import (
 )
 from fusednorm.calls.declared import Declaration, Operand, Result, Role
 from fusednorm.calls.quantization import Quantization, computed_by, groups_of, scales_of
+from fusednorm.calls.scalars import number
 from fusednorm.engine import execute
 from fusednorm.engine.choose import request, request_of_backward, use_backend
 from fusednorm.reference import norm as reference
@@ -95,6 +96,7 @@ class _Gradients:
         check_gradients(dy, d_total, h, rstd, None if self._center else weight, dtypes, needed, in_memory=in_memory)
         if self._center:
             check_affine(h, weight, bias, in_memory=in_memory, x_name="h")
+        weight_offset = number("weight_offset", weight_offset, accumulator(x_dtype))
         flags = Flags(0.0, weight_offset, round_sum, round_norm, center=self._center)
         operation = operation_of(h, None, weight, flags, bias=bias)._replace(
             x=x_dtype,
@@ -184,11 +186,12 @@ class Norm(Operator):
         self._added, self._center = added, center
         rows = (Operand("x"), Operand("residual"))[: 1 + added]
         defaults = Flags._field_defaults
+        self._names = ("eps", "weight_offset", "round_sum", "round_norm", "out_dtype", *["residual_dtype"] * added)
         declaration = Declaration(
             name,
             operands=(*rows, _WEIGHT, _BIAS) if center else (*rows, _WEIGHT),
             results=(_OUT, _TOTAL, _RSTD) if added else (_OUT, _RSTD),
-            flags={flag: defaults[flag] for flag in Flags._fields[: 5 + added]},
+            flags={flag: defaults[flag] for flag in self._names},
             formula=self._formula,
             tangent=self._tangent,
             checks=self._check,
@@ -211,7 +214,7 @@ class Norm(Operator):
         return (y, total, *others) if self._added else (y, *others)
 
     def _flags(self, given: Sequence[Any]) -> Flags:
-        return Flags(*given)._replace(center=self._center)
+        return Flags(**dict(zip(self._names, given, strict=False)), center=self._center)
 
     def _formula(self, *arguments: Any) -> tuple[Any, ...]:
         x, residual, weight, bias = self._operands(arguments)
@@ -249,7 +252,8 @@ class Norm(Operator):
         check_operands(x, residual, None if self._center else weight, None, None, in_memory=in_memory)
         if self._center:
             check_affine(x, weight, bias, in_memory=in_memory)
-        return check_flags(self._flags(flags), x, residual, None, None)[: 5 + self._added]
+        found = check_flags(self._flags(flags), x, residual, None, None)
+        return tuple(getattr(found, name) for name in self._names)
 
     def _run(self, *arguments: Any) -> Any:
         x, residual, weight, bias = self._operands(arguments)

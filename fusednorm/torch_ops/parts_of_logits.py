@@ -18,7 +18,7 @@ from fusednorm.calls import must_be_seen
 from fusednorm.calls.checks import check_ids
 from fusednorm.calls.declared import Role
 from fusednorm.engine import log_prob
-from fusednorm.engine.declared import gradient
+from fusednorm.engine.declared import backend_of, gradient
 from fusednorm.engine.log_prob import Selecting
 from fusednorm.reference import log_prob as reference
 from fusednorm.reference.norm import rounded
@@ -115,16 +115,20 @@ def gradient_of(
         total = exchanged_sum(own, where.parts, where.mesh, where.dim)
         by_backend = None
         if logits.shape[-1]:
-            by_backend = gradient(_PARTS, name, {"d": d, "d_entropy": total}, given, ("logits", "d"), {}, part)
+            by_backend = gradient(
+                backend_of(logits, _PARTS), name, {"d": d, "d_entropy": total}, given, ("logits", "d"), {}, part
+            )
         return reference.log_softmax_gradient_of(d, logits, m, s, total) if by_backend is None else by_backend
     if not logits.shape[-1]:
         return torch.empty_like(logits)
     if name == "logsumexp":
-        by_backend = gradient("log_prob_backward", name, {"d": d}, given, ("logits",), {})
+        by_backend = gradient(backend_of(logits, "log_prob_backward"), name, {"d": d}, given, ("logits",), {})
         return reference.logsumexp_gradient(d, logits, m, s, [True])[0] if by_backend is None else by_backend  # type: ignore[return-value]
     d_entropy = incoming[1] if name == _WITH_ENTROPY else None
     of_results = {"d": d, "d_entropy": d_entropy}
-    by_backend = gradient(_PARTS, "selected", of_results, given, ("logits",), selecting.flags(), part)
+    by_backend = gradient(
+        backend_of(logits, _PARTS), "selected", of_results, given, ("logits",), selecting.flags(), part
+    )
     if by_backend is not None:
         return by_backend
     ids, temperature, softcap, ignore_index = selecting

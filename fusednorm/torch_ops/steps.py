@@ -6,6 +6,7 @@ operations would leave out roundings between them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -50,15 +51,16 @@ def _run_gate_backward(d: Tensor, y: Tensor, z: Tensor, *rest: Any) -> tuple[Ten
 
 def _check_gate(
     y: Tensor, z: Tensor, *, activation: str, between: torch.dtype | None, out_dtype: Any = None, **steps: Any
-) -> None:
+) -> Mapping[str, Any]:
     check_activation(activation)
-    check_gate_steps(GateSteps(**steps), activation)
-    wide = torch.float64 in (y.dtype, z.dtype)
-    if between is not None and (between not in (torch.float16, torch.bfloat16) or wide):
+    wide = torch.float64 if torch.float64 in (y.dtype, z.dtype) else torch.float32
+    numbers = check_gate_steps(GateSteps(**steps), activation, wide)
+    if between is not None and (between not in (torch.float16, torch.bfloat16) or wide is torch.float64):
         raise TypeError(
             "between must be None, torch.float16 or torch.bfloat16, and None where an operand is float64, got "
             f"{between!r}; pass None"
         )
+    return numbers
 
 
 GATE = Operator(

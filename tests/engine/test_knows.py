@@ -1,19 +1,34 @@
 """Backends say what they know, and are given nothing else; one as of version 0.2 knows two operations."""
 
 import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from every_operation import FUNCTIONS, called, clones, function_of, without_outputs
+from every_operation import (
+    DIFFERENTIATED,
+    FUNCTIONS,
+    called,
+    clones,
+    function_of,
+    gradients,
+    same,
+    without_outputs,
+)
 
 import fusednorm
-from fusednorm.backends import reference
-from fusednorm.calls.call import Backward, Forward
+from fusednorm.backends import cpu, reference
+from fusednorm.calls.call import ACTIVATIONS, Backward, Forward
 from fusednorm.engine import choose
 
 from fast_calls import close_fast_path
 
+#: The folders of ``every_operation`` and of what it imports.
+TESTS = os.pathsep.join(str(Path(__file__).parents[1] / folder) for folder in (".", "operations"))
 #: Arguments of functions that are no operands, with values that are not the default.
 FLAGS = {
     "bias": torch.ones(6),
@@ -70,6 +85,8 @@ def calls(name):
     for flag in inspect.signature(function_of(name)).parameters:
         if flag in FLAGS and not (flag == "between" and operands.get("norm_before_gate") is False):
             yield operands | {flag: FLAGS[flag]}
+        if flag == "activation":
+            yield from (operands | {flag: activation} for activation in ACTIVATIONS)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -94,6 +111,49 @@ def test_a_backend_of_an_older_version(name, old):
     assert set(old) <= {Forward, Backward}
 
 
+#: All names that version 0.3 had.
+KNOWN_IN_0_3 = {"residual_dtype", "norm_before_add", "affine", "x_scale", "center", "quantize", "round_scale", "gate"}
+KNOWN_IN_0_3 |= {"gate_backward", "gate_steps", "gate_interleaved", "softcap", "norm_gated", "norm_gated_backward"}
+KNOWN_IN_0_3 |= {"rotate", "affine_backward", "log_prob", "log_prob_backward", "log_prob_parts"}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_backend_of_version_0_3(name, old):
+    """Every operation with every flag and function of gates: the reference's bits, and no function but silu."""
+    backend, functions = choose.load("old"), []
+    backend.KNOWS = frozenset(KNOWN_IN_0_3 - {"residual_dtype"})  # of norms the C library lacks it
+
+    def forward(call):
+        functions.extend([call.activation] if hasattr(call, "activation") else [])
+        cpu.forward(call)
+
+    def backward(call):
+        functions.extend([call.activation] if hasattr(call, "activation") else [])
+        cpu.backward(call)
+
+    backend.forward, backend.backward = forward, backward
+    for operands in calls(name):
+        found = []
+        for request in ("reference", "old"):
+            given = clones(operands)
+            leaves = [given[key].requires_grad_() for key in DIFFERENTIATED.get(name, ())]
+            try:
+                with fusednorm.use_backend(request):
+                    results = called(function_of(name), given)
+                    found.append([*results, *(gradients(results, leaves) if leaves else [])])
+            except (TypeError, ValueError):  # a flag that these operands cannot have
+                continue
+        assert len(found) != 1, operands
+        assert not found or same(*found), operands
+    assert set(functions) <= {"silu", "softcap"}
+
+
+def test_a_younger_flag_is_asked_about_and_breaks_nothing():
+    """A field with a default at the end of the flags of norms; in a process of its own, whose module has it."""
+    program = Path(__file__).with_name("younger_flag.py")
+    subprocess.run([sys.executable, "-P", program], check=True, env=os.environ | {"PYTHONPATH": TESTS})
+
+
 def test_a_backend_that_knows_gates_is_given_them(old):
     backend = choose.load("old")
     taken = []
@@ -102,7 +162,7 @@ def test_a_backend_that_knows_gates_is_given_them(old):
         taken.append(type(call).__name__)
         call.out.copy_(call.y * torch.sigmoid(call.z))
 
-    backend.KNOWS, backend.forward = frozenset(("gate",)), forward
+    backend.KNOWS, backend.forward = frozenset(("gate", "gate.sigmoid")), forward
     y, z = torch.randn(2, 3, 8)
     with fusednorm.use_backend("old"):
         found = fusednorm.gate(y, z, activation="sigmoid")

@@ -36,7 +36,7 @@ SAID = {
 }
 #: Right, though another shape: the only operand with rows, one element without a dimension, one position for all.
 FITS = {(name, "x", "rows") for name in ("rms_norm_", "layer_norm_")}
-FITS |= {(key, "no dimension") for key in ("scale", "zero_point", "positions")}
+FITS |= {(key, "no dimension") for key in ("scale", "zero_point", "positions", "temperature")}
 #: The operand that decides the dtype of the computation, if no output is given, and tables, of any dtype.
 FITS |= {(name, key, "wider") for name in FUNCTIONS for key in ("cos", "sin", next(iter(FUNCTIONS[name])))}
 FITS |= {("qk_norm_rope_", "k", "wider"), ("temperature", "no tensor")}

@@ -59,7 +59,11 @@ def same(found, wanted):
             ValueError,
             r"divides it, \[6, 128\], got shape \[0, 1\]",
         ),
-        (lambda: quantize(X, STATIC, scale=-torch.eye(6, 128)), ValueError, "and finite, got -1.0; it is the value"),
+        (
+            lambda: quantize(X, STATIC, scale=-torch.eye(6, 128)),
+            ValueError,
+            "and finite, got -1.0; it is the quantization step",
+        ),
         (
             lambda: quantize(
                 X, replace(STATIC, dtype=I8, zero_point="after"), scale=torch.ones(6, 1), zero_point=torch.ones(1).int()
