@@ -140,7 +140,7 @@ def rounded_flags(flags: Flags, x: Tensor) -> Flags:
     eps, weight_offset = number("eps", flags.eps, wide), number("weight_offset", flags.weight_offset, wide)
     if eps is flags.eps and weight_offset is flags.weight_offset:
         return flags
-    return flags._replace(eps=eps, weight_offset=weight_offset)
+    return Flags(eps, weight_offset, *flags[2:])  # ``_replace`` takes twice as long, a twentieth of the call
 
 
 def check_dtype(name: str, dtype: torch.dtype, x: Tensor | None, x_name: str = "x", cure: str = "") -> None:

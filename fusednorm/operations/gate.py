@@ -59,8 +59,10 @@ def _record_and_mul(
     """The same of :func:`silu_and_mul`."""
     if out is not None or must_be_seen.transforms_active():
         return None
-    numbers = check_gate_numbers(limit, alpha, up_offset, clamp, accumulator(gate.dtype))
-    steps = GateSteps(**numbers, clamp=clamp, round_steps=round_steps)
+    steps = _NO_STEPS
+    if limit is not None or alpha != 1.0 or up_offset != 0.0 or round_steps or clamp != "before":
+        numbers = check_gate_numbers(limit, alpha, up_offset, clamp, accumulator(gate.dtype))
+        steps = GateSteps(**numbers, clamp=clamp, round_steps=round_steps)
     gating = _and_mul_gating(activation, between, gate, steps)._replace(out_dtype=gate.dtype)
     return Gated.apply(gating, interleaved, *((gate,) if up is None else (up, gate)))  # type: ignore[no-untyped-call]
 
@@ -70,6 +72,7 @@ def _and_mul_gating(activation: str, between: torch.dtype | None, gate: Tensor, 
     return Gating(activation, None if passed == accumulator(gate.dtype) else passed, None, *steps)
 
 
+_NO_STEPS = GateSteps()
 #: As C knows the optional steps.
 STEPS = "limit alpha up_offset clamp interleaved round_steps"
 _gate = Entry("gate", "x z activation out out_dtype", constants={"order": ALONE}).open(recorded=_record)

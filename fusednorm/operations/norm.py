@@ -59,7 +59,7 @@ def record_sum(
     if not new or x_scale != 1.0 or must_be_seen.transforms_active():
         return None
     flags = Flags(eps, weight_offset, round_sum, round_norm, center=center)
-    return Normalise.apply(x, residual, weight, bias, *flags)  # type: ignore[no-untyped-call]
+    return Normalise.apply(x, residual, weight, bias, flags)  # type: ignore[no-untyped-call]
 
 
 def record(
@@ -273,7 +273,7 @@ def beyond_fast_path(call: NormCall) -> Results:  # type: ignore[type-var]
         of_heads = before is None and getattr(weight, "ndim", 1) == 2
         y, total = execute.norm(x, residual, weight, flags, out, residual_out, None, before, bias, x_scale, of_heads)
     elif in_memory and before is None and type(x_scale) is float and x_scale == 1.0:
-        y, total = Normalise.apply(x, residual, weight, bias, *flags)  # type: ignore[no-untyped-call]
+        y, total = Normalise.apply(x, residual, weight, bias, flags)  # type: ignore[no-untyped-call]
     elif alone and transformed:
         y, total = _transformed(call)
     elif (by_exchange := _by_exchange(call, compiling or transformed)) is not None:

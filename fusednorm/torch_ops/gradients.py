@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fusednorm.calls import fast_path, must_be_seen
 from fusednorm.calls.call import Flags, NormGradients, RMSNorm, Step, accumulator, operation_of
-from fusednorm.calls.checks import check_kept, rounded_flags
+from fusednorm.calls.checks import check_kept
+from fusednorm.calls.scalars import number
 from fusednorm.engine import execute
 from fusednorm.engine.choose import Chosen
 from fusednorm.reference import norm as reference
@@ -42,7 +43,11 @@ def keep(
     ctx.save_for_backward(rstd, weight, bias, *terms)
     ctx.set_materialize_grads(False)
     ctx.around = bias is not None or getattr(weight, "ndim", 1) == 2
-    ctx.flags, ctx.operation = rounded_flags(flags, x), operation_of(x, residual, weight, flags, bias=bias)
+    ctx.eps, ctx.weight_offset = (
+        number("eps", flags.eps, rstd.dtype),
+        number("weight_offset", flags.weight_offset, rstd.dtype),
+    )
+    ctx.operation = operation_of(x, residual, weight, flags, bias=bias)
 
 
 def composed_again(
@@ -115,7 +120,7 @@ def gradients(
     rstd, weight, bias, *terms = ctx.saved_tensors
     if dy is None and d_total is None:
         return None, None, None, None
-    h, operation, weight_offset = _normalised(terms, rstd.dtype), ctx.operation, ctx.flags.weight_offset
+    h, operation, weight_offset = _normalised(terms, rstd.dtype), ctx.operation, ctx.weight_offset
     again = must_be_seen.differentiated_again()
     if dy is None:
         dy = torch.zeros_like(h, dtype=operation.out)
@@ -136,7 +141,7 @@ def gradients(
     def again_with_rstd(h: Tensor) -> Tensor:
         """rstd, which is kept without derivatives, with them."""
         h = h.to(rstd.dtype)
-        return reference.differentiable_rstd(reference.centered(h) if center else h, ctx.flags.eps)
+        return reference.differentiable_rstd(reference.centered(h) if center else h, ctx.eps)
 
     dweight = dbias = None
     if ctx.around:
@@ -179,7 +184,7 @@ def backend_of(operation: RMSNorm, weight: Tensor | None, bias: Tensor | None) -
 
 
 class Normalise(torch.autograd.Function):
-    """(x, residual or None, weight or None, bias or None, *flags) -> (y, residual_out or None).
+    """(x, residual or None, weight or None, bias or None, flags) -> (y, residual_out or None).
 
     A backend that has the gradients of a bias too, and of rows of heads, makes one call of each pass.
     """
@@ -187,8 +192,8 @@ class Normalise(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor | None]:
         """See :func:`fusednorm.fused_add_rms_norm` and :func:`fusednorm.rms_norm`."""
-        x, residual, weight, bias, *rest = inputs
-        flags, rstd = Flags(*rest), new_rstd(x)
+        x, residual, weight, bias, flags = inputs
+        rstd = new_rstd(x)
         of_heads = getattr(weight, "ndim", 1) == 2
         y, total = execute.fast_path_first(x, residual, weight, flags, rstd=rstd, bias=bias, of_heads=of_heads)
         keep(ctx, x, residual, weight, flags, (y, total, rstd), bias)
@@ -200,4 +205,4 @@ class Normalise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, d_total: Tensor | None) -> tuple[Tensor | None, ...]:
         """See :func:`gradients`."""
-        return *gradients(ctx, dy, d_total, ctx.needs_input_grad[:4], ctx.backend), *[None] * len(Flags._fields)
+        return *gradients(ctx, dy, d_total, ctx.needs_input_grad[:4], ctx.backend), None

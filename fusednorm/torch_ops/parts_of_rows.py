@@ -265,7 +265,7 @@ class _NormOfParts(torch.autograd.Function):
         needs = ctx.needs_input_grad[:4]
         if must_be_seen.differentiated_again() or (dy is None and d_total is None):
             return *gradients.gradients(ctx, dy, d_total, needs), None, None
-        where, flags, operation = ctx.where, ctx.flags, ctx.operation
+        where, operation = ctx.where, ctx.operation
         rstd, weight, bias, *terms = ctx.saved_tensors
         own_rstd = rstd.to_local()
         first, *others = [where.local_rows(t).to(rstd.dtype) for t in terms]
@@ -278,14 +278,14 @@ class _NormOfParts(torch.autograd.Function):
             xhat,
             where.local_weight(weight),
             where.local_weight(bias),
-            flags.weight_offset,
+            ctx.weight_offset,
             (of_rows, needs[2], needs[3]),
         )
         d_weight, d_bias = where.of_weight(of_weight, weight), where.of_weight(of_bias, bias)
         if wdy is None:
             return None, None, d_weight, d_bias, None, None
         own_d_total = where.local_rows(d_total)
-        d = reference.gradient_of_row(wdy, own_d_total, xhat, own_rstd, flags.center, where.mean_of)
+        d = reference.gradient_of_row(wdy, own_d_total, xhat, own_rstd, operation.center, where.mean_of)
         dx, d_residual = (
             where.of_rows(reference.rounded(d, dtype), terms[0]) if need else None
             for dtype, need in ((operation.x, needs[0]), (operation.residual, needs[1]))
