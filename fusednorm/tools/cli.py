@@ -141,7 +141,13 @@ def command_line(operations: Sequence[str] | None = None) -> argparse.ArgumentPa
         "With --json FILE the same command continues an interrupted run.",
     )
     _common(speed, [name for name in PEERS if name != "fusednorm"], SLOW_PEERS)
-    speed.add_argument("--quick", action="store_true", help="three shapes in bfloat16, forward only: about a minute")
+    preset = speed.add_mutually_exclusive_group()
+    preset.add_argument("--quick", action="store_true", help="three shapes in bfloat16, forward only: about a minute")
+    preset.add_argument(
+        "--by-operation",
+        action="store_true",
+        help="a line for each operation, of 1, 32 and 512 rows of 4096: with --peers eager a few minutes",
+    )
     speed.add_argument(
         "--backends",
         nargs="+",

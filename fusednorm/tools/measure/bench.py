@@ -24,7 +24,7 @@ from fusednorm.tools.measure import tables
 from fusednorm.tools.measure.cells import CPU_SHAPES, GPU_SHAPES, IN_PLACE, Cell, Results
 from fusednorm.tools.measure.clock import Clock, Contender, Run, copy, halves
 from fusednorm.tools.measure.peers import COMPILED, EPS, Implementation, implementations, in_a_line
-from fusednorm.tools.measure.workloads import GRADIENTS, as_tuple
+from fusednorm.tools.measure.workloads import GRADIENTS, as_tuple, every_measured
 
 #: The most sets of a backward pass, because each holds a graph of autograd.
 MOST_GRAPHS = 16
@@ -34,6 +34,9 @@ SECONDS, COMPILING = 0.5, 5.0
 
 #: Bits are compared in this many rows at either end; gradients of this many rows are compared.
 EDGE_ROWS, GRADIENT_ROWS = 32, 512
+
+#: A contender rounds to the dtype of its operands so many times, at most, on the way to an element.
+ROUNDINGS = 8
 
 
 class WrongBitsError(Exception):
@@ -80,6 +83,24 @@ def _outputs(contender: Contender, operands: tuple[Tensor, ...], written: Sequen
     with contender.requested():
         result = contender.call(*given)
     return [_edges(t) for t in ([given[at] for at in written] if contender.in_place else as_tuple(result))]
+
+
+def _something_else(got: Iterable[Tensor], exact: Iterable[Tensor], cell: Cell) -> str | None:
+    """Says by how much outputs are off, if that is more than roundings explain.
+
+    A sum of N numbers in float32 has an error of at most N units of 2^-24, and each rounding to a dtype one of half an
+    eps. All are taken of the largest number. Of 8-bit numbers the last rounding may go to either side: a whole eps.
+    """
+    roundings = ROUNDINGS * torch.finfo(getattr(torch, cell.dtype)).eps / 2
+    roundings += cell.hidden_size * torch.finfo(torch.float32).eps / 2
+    for number, (one, right) in enumerate(zip(got, exact, strict=True), 1):
+        kind = one.dtype
+        last = 0.0 if kind.itemsize > 1 else torch.finfo(kind).eps if kind.is_floating_point else 1 / torch.iinfo(kind).max
+        one, right = one.detach().cpu().double().view(right.shape), right.double()
+        off, largest = (one - right).abs().max().item(), right.abs().max().item()
+        if not off <= (roundings + last) * largest:
+            return f"result {number} is off by {off:.3g}, where the largest is {largest:.3g}: it computes something else"
+    return None
 
 
 def _gradients(outputs: Any, leaves: tuple[Tensor, ...], given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -146,9 +167,8 @@ class Bench:
         def of_role(role: Role) -> Tensor:
             if role in (Role.IDS, Role.CHOSEN):
                 return torch.randint(cell.hidden_size, (cell.rows,), generator=generator)
-            shape = (cell.rows, cell.hidden_size)[: 1 + (role in (Role.ROWS, Role.SAMPLES))]
-            numbers = torch.randn(shape, generator=generator).to(getattr(torch, cell.dtype))
-            return numbers.abs() + 1 if role is Role.SETTINGS else numbers
+            shapes = {Role.ROWS: (cell.rows, cell.hidden_size), Role.SAMPLES: (1, cell.hidden_size)}
+            return torch.randn(shapes.get(role, (cell.rows,)), generator=generator).to(getattr(torch, cell.dtype))
 
         gradients = [Role.ROWS] * GRADIENTS[cell.op][1] if cell.backward else ()
         return [of_role(role).to(self.device) for role in gradients or cell.measured.inputs.values()]
@@ -163,21 +183,30 @@ class Bench:
 
     def _expected(self, cell: Cell, operands: list[Tensor], weight: Tensor) -> list[Tensor]:
         """The reference's results, on the CPU."""
-        on_cpu = [t.cpu() for t in operands]
-        leaf = weight.detach().cpu()
-        operation = cell.measured
+        if not cell.backward:
+            return self._reference(cell, [t.cpu() for t in operands], weight.cpu())
+        leaf = weight.detach().cpu().requires_grad_(cell.measured.weighted)
+        contender = Contender("reference", cell.measured.calls(leaf, EPS).new, len(cell.measured.inputs))
         with fusednorm.use_backend("reference"):
-            if not cell.backward:
-                return list(as_tuple(operation.calls(leaf, EPS).new(*map(_edges, on_cpu))))
-            leaf.requires_grad_(operation.weighted)
-            contender = Contender("reference", operation.calls(leaf, EPS).new, len(operation.inputs))
-            return list(_gradients(*_differentiated(contender, on_cpu, leaf, GRADIENT_ROWS)))
+            return list(_gradients(*_differentiated(contender, [t.cpu() for t in operands], leaf, GRADIENT_ROWS)))
+
+    def _exact(self, cell: Cell, operands: list[Tensor], weight: Tensor) -> list[Tensor]:
+        """The outputs in float64, on the CPU."""
+        in_float64 = [t.cpu().double() if t.is_floating_point() else t.cpu() for t in operands]
+        return self._reference(cell, in_float64, weight.cpu().double())
+
+    @torch.no_grad()
+    def _reference(self, cell: Cell, operands: list[Tensor], weight: Tensor) -> list[Tensor]:
+        """The reference's outputs of the compared rows."""
+        given = map(_edges, operands[: len(cell.measured.inputs)])
+        with fusednorm.use_backend("reference"):
+            return list(as_tuple(cell.measured.calls(weight, EPS).new(*given)))
 
     def measure(self, cell: Cell, starting: Callable[[str], object] = str) -> dict[str, dict[str, Any]]:
         """Contender -> "eager" and, on a GPU, "graph": microseconds of a call from Python, and within a CUDA graph.
 
-        Also "differing": the share of elements with other bits than the reference's. A contender that fails has only an
-        "error". ``starting`` is called with a description of each step.
+        Also "differing": the share of elements with other bits than the reference's. A contender that fails, or computes
+        something else, has only an "error". ``starting`` is called with a description of each step.
 
         Raises:
             WrongBitsError: fusednorm's bits are not the reference's.
@@ -185,7 +214,7 @@ class Bench:
         backward = cell.backward
         inputs = self._inputs(cell)
         weight = torch.linspace(0.5, 1.5, cell.hidden_size).to(getattr(torch, cell.dtype)).to(self.device)
-        wanted = self._expected(cell, inputs, weight)
+        wanted, exact = self._expected(cell, inputs, weight), self._exact(cell, inputs, weight)
         sets = self._sets(cell, inputs, wanted)
         weight.requires_grad_(backward and cell.measured.weighted)
         found: dict[str, dict[str, Any]] = {}
@@ -194,11 +223,15 @@ class Bench:
             for contender in (*ours(cell, weight, self.backends), *theirs(cell, weight, self.peers)):
                 starting(f"{contender.name} {'compiles' if contender.name == COMPILED else 'is compared'}")
                 try:
+                    outputs = _outputs(contender, sets[0], cell.measured.written)
+                    if contender.backend is None and (wrong := _something_else(outputs, exact, cell)):
+                        found[contender.name] = {"error": wrong}
+                        continue
                     if backward:
                         got: Iterable[Tensor] = _gradients(*_differentiated(contender, sets[0], weight, GRADIENT_ROWS))
                         run = Run(contender, _gradients, [_differentiated(contender, given, weight) for given in sets])
                     else:
-                        got = _outputs(contender, sets[0], cell.measured.written)
+                        got = outputs
                         run = Run(contender, contender.call, [given[: contender.takes] for given in sets])
                 except Exception as error:  # a peer's code may raise anything, which is then its result
                     if contender.backend is not None:
@@ -223,6 +256,12 @@ class Bench:
 
 #: The measurements of `bench --quick`.
 QUICK = {"dtypes": ("bfloat16",), "ops": ("add_norm",), "shapes": ("1x4096", "32x4096", "2048x4096")}
+#: Those of `bench --by-operation`.
+BY_OPERATION = {
+    "dtypes": ("bfloat16", "float32"),
+    "ops": tuple(every_measured()),
+    "shapes": ("1x4096", "32x4096", "512x4096"),
+}
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
@@ -235,7 +274,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     on_cpu = arguments.device.type == "cpu"
     by_default: dict[str, Sequence[str]] = {"dtypes": DTYPES, "ops": ("add_norm", "backward")}
     by_default["shapes"] = CPU_SHAPES if on_cpu else GPU_SHAPES
-    by_default |= QUICK if arguments.quick else {}
+    by_default |= QUICK if arguments.quick else BY_OPERATION if arguments.by_operation else {}
     measurement = Bench(arguments.device, arguments.backends, arguments.peers)
     results = Results(measurement.machine(), arguments.json_file)
     threads = torch.get_num_threads() if on_cpu else None
@@ -280,7 +319,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         except KeyboardInterrupt:
             interrupted = True
     if results.found["cells"]:
-        tables.show(results.found, console, arguments.wide)
+        tables.show(results.found, console, arguments.wide, arguments.by_operation)
     elif not interrupted:
         raise UnusableError("nothing was measured: no shape fitted the memory or the minutes")
     for name, reason in measurement.missing.items():

@@ -23,7 +23,7 @@ from fusednorm.tools import doctor
 from fusednorm.tools.agree.bits import count_differing
 from fusednorm.tools.cli import DTYPES, INTERRUPTED, UnusableError
 from fusednorm.tools.console import measured_on
-from fusednorm.tools.measure.peers import COMPILED, EPS, PEERS, Implementation, implementations, in_a_line
+from fusednorm.tools.measure.peers import COMPILED, EAGER, EPS, PEERS, Implementation, implementations, in_a_line
 from fusednorm.tools.measure.workloads import OPERATIONS, as_tuple
 
 #: The batches' numbers of rows: all small ones, and those around powers of two, where kernels change their plans.
@@ -83,15 +83,14 @@ def ulps(a: Tensor, b: Tensor) -> Tensor:
 
 
 def exact(x: Tensor, residual: Tensor, weight: Tensor, eps: float, op: str = "add_norm") -> Tensor:
-    """The first output of an operation's formula in float64, rounded to its dtype once, at the end.
+    """The first output of an operation in float64, as torch computes it, rounded to its dtype once, at the end.
 
     The errors of float64 are about 2^-52 of y. So where y is that near the middle between two numbers of float32 (about
     one element in 10^8), the result may be one ulp from the nearest number.
     """
     operation = OPERATIONS[op]
-    assert operation.formula is not None
     inputs = [operand.double() for operand in (x, residual)[: len(operation.inputs)]]
-    y = as_tuple(operation.formula(*inputs, weight.double(), eps))[0]
+    y = as_tuple(operation.in_torch(weight.double(), eps)(*inputs))[0]
     return y if operation.quantization else rounded(y, x.dtype)
 
 
@@ -119,7 +118,7 @@ def measure(
     """
     found = Finding(*implementation[:3], dtype=str(x.dtype)[6:])
     if op != "add_norm" and implementation.name != COMPILED:
-        found.rounds = OPERATIONS[op].rounds
+        found.rounds = "each step" if implementation.name == EAGER else OPERATIONS[op].rounds
     before = torch.get_num_threads()
     try:
         call = implementation.pure(weight, EPS, op)

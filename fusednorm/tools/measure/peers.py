@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import fusednorm
-from fusednorm.tools.measure.workloads import OPERATIONS, as_tuple, every_measured
+from fusednorm.tools.measure.workloads import OPERATIONS, Measured, as_tuple, every_measured
 
 #: x and the residual, both [M, N] -> y and the sum. A call in place writes them to x and the residual. For another
 #: operation of fusednorm/tools/measure/workloads.py: its inputs -> its outputs.
@@ -28,8 +28,8 @@ Build = Callable[[Tensor, float], Call]
 
 EPS = 1e-6
 
-#: The peer that compiles for every shape, which takes seconds.
-COMPILED = "torch.compile"
+#: What a user of torch writes; and the peer that compiles it for every shape, which takes seconds.
+EAGER, COMPILED = "torch eager", "torch.compile"
 
 
 class Implementation(NamedTuple):
@@ -123,30 +123,30 @@ def ours(device: torch.device) -> list[Implementation]:
     return [implementation(*flags) for flags in ((True, False), (True, True), (False, False), (False, True))]
 
 
-def _of_formulas(name: str, rounds: str, compile_it: Callable[[Call], Call]) -> list[Implementation]:
-    """The formulas in torch."""
+def _in_torch(name: str, rounds: str, compile_it: Callable[[Call], Call]) -> list[Implementation]:
+    """The calls that a user of torch writes."""
 
-    def of(formula: Call) -> Build:
-        return lambda weight, eps: compile_it(lambda *given: formula(*given, weight, eps))
+    def of(op: Measured) -> Build:
+        return lambda weight, eps: compile_it(op.in_torch(weight, eps))
 
-    others = {op: of(one.formula) for op, one in every_measured().items() if one.formula is not None}
+    others = {name: of(op) for name, op in every_measured().items() if op.text is not None}
     return [Implementation(name, torch.__version__, rounds, others["add_norm"], gradients=True, others=others)]
 
 
 def eager(device: torch.device) -> list[Implementation]:
-    """The formula, such as ``F.rms_norm(x + residual, ...)``."""
-    return _of_formulas("torch eager", "sum", lambda call: call)
+    """What a user of torch writes, such as ``F.rms_norm(x + residual, ...)``."""
+    return _in_torch(EAGER, "sum", lambda call: call)
 
 
 def compiled(device: torch.device) -> list[Implementation]:
-    """The formula under ``torch.compile``, compiled again for each number of threads."""
+    """The same under ``torch.compile``, compiled again for each number of threads."""
 
     def compile_it(call: Call) -> Call:
         torch.compiler.reset()
         found: Call = torch.compile(call)
         return found
 
-    return _of_formulas(COMPILED, "as compiled", compile_it)
+    return _in_torch(COMPILED, "as compiled", compile_it)
 
 
 def transformers(device: torch.device) -> list[Implementation]:

@@ -12,6 +12,8 @@ from rich.table import Table
 
 from fusednorm.tools.console import measured_on, of_threads, print_markdown
 from fusednorm.tools.measure.cells import IN_PLACE
+from fusednorm.tools.measure.peers import COMPILED, EAGER
+from fusednorm.tools.measure.workloads import GRADIENTS, every_measured
 
 #: From this spread on the figures of a shape are not to be trusted.
 DISTURBED = 1.5
@@ -52,19 +54,24 @@ def ratio(cell: dict[str, Any], name: str) -> float | None:
     return None if "error" in times else microseconds(times) / microseconds(ours)
 
 
-def show(found: dict[str, Any], console: Console, wide: bool = False) -> None:
+def show(found: dict[str, Any], console: Console, wide: bool = False, by_operation: bool = False) -> None:
     """Prints :attr:`Results.found`, in a table for each operation, dtype and number of threads.
 
     It takes 80 columns for up to six contenders. wide: microseconds of every contender and its share of a copy's speed,
-    as Markdown.
+    as Markdown. by_operation: in place of all these a table for each peer, with a line for each operation, as Markdown.
     """
-    if wide:
+    if wide or by_operation:
         console.width = max(console.width, 150)
     machine = found["machine"]
     bandwidth = f"; a large copy moves {found['copy_bandwidth'] / 1e9:.1f} GB/s" if found["copy_bandwidth"] else ""
     on_gpu = machine["device"] != "cpu"
     unit = "a call / within a CUDA graph" if on_gpu else "a call"
     console.print(f"{measured_on(machine)}, torch {machine['torch']}{bandwidth}")
+    if by_operation:
+        console.print(f"how many times as long as fusednorm others take for {unit}")
+        _by_operation(found["cells"], console)
+        _show_facts(found, console)
+        return
     if wide:
         console.print(f"microseconds of {unit} (share of the speed of a copy of as many bytes)")
     else:
@@ -82,6 +89,27 @@ def show(found: dict[str, Any], console: Console, wide: bool = False) -> None:
         else:
             console.print(_ratios(cells, names))
     _show_facts(found, console)
+
+
+def _by_operation(cells: list[dict[str, Any]], console: Console) -> None:
+    """The ratios of each peer, by operation, and by dtype, number of threads and shape."""
+    for name in dict.fromkeys(name for cell in cells for name in cell["contenders"]):
+        if name.startswith("fusednorm") or name == "copy":
+            continue
+        of_peer = {(cell["op"], _column(cell)): _compared(cell, name) for cell in cells}
+        columns = list(dict.fromkeys(column for _, column in of_peer))
+        table = Table(box=box.MARKDOWN)
+        table.add_column(escape(name), no_wrap=True)
+        for column in columns:
+            table.add_column(column, justify="right")
+        for op in dict.fromkeys(op for op, _ in of_peer):
+            table.add_row(op, *(of_peer.get((op, column), "-") for column in columns))
+        console.print()
+        print_markdown(table, console)
+
+
+def _column(cell: dict[str, Any]) -> str:
+    return f"{cell['dtype']}, {cell['rows']} x {cell['hidden_size']}{of_threads(cell['threads'])}"
 
 
 def _ratios(cells: list[dict[str, Any]], names: list[str]) -> Table:
@@ -152,6 +180,12 @@ def _show_facts(found: dict[str, Any], console: Console) -> None:
         facts.add_row(name, escape(version))
     for name, part in most.items():
         if part:
-            facts.add_row(name, f"has other bits than fusednorm in up to {part:.2%} of the elements of a shape")
+            share = "less than 0.01%" if part < 1e-4 else f"up to {part:.2%}"
+            facts.add_row(name, f"has other bits than fusednorm in {share} of the elements of a shape")
+    if EAGER in most or COMPILED in most:
+        for op in dict.fromkeys(cell["op"] for cell in found["cells"]):
+            text = every_measured()[GRADIENTS[op][0] if op in GRADIENTS else op].text
+            if text is not None:
+                facts.add_row(f"{op} in torch", escape(text))
     console.print()
     console.print(facts)

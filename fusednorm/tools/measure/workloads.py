@@ -1,4 +1,4 @@
-"""The operations that ``compare`` and ``bench`` measure: fusednorm's calls of each, and its formula in torch.
+"""The operations that ``compare`` and ``bench`` measure: fusednorm's calls of each, and a torch user's.
 
 A call takes x and the residual, both [M, N], or x alone; if the operation has a gate, that takes the residual's place;
 if it rotates heads, rows are heads of q, and k takes the residual's place. It returns the outputs, of the shape and the
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from fusednorm import Quantization, quantizations
 from fusednorm.calls.declared import Role
-from fusednorm.operations.declared import PUBLIC
+from fusednorm.operations.gate import gate
 from fusednorm.operations.listed import Listed, every, head_size
+from fusednorm.operations.norm_gated import rms_norm_gated
 
 
 class Calls(NamedTuple):
@@ -31,21 +32,22 @@ class Calls(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """An operation. The formula takes the inputs, the weight and eps, and rounds where fusednorm rounds."""
+    """An operation."""
 
     listed: Listed
-    #: None: no peer has it.
-    formula: Callable[..., Any] | None
-    #: The intermediate results that are rounded.
+    #: The intermediate results that fusednorm rounds.
     rounds: str = "nothing"
     flags: Mapping[str, Any] = {}
-    #: Whether a call in place may follow another one.
-    repeats: bool = True
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a call in place may follow another one."""
+        return self.listed.function not in (gate, rms_norm_gated)
 
     @property
     def inputs(self) -> dict[str, Role]:
-        """The operands that a call takes; it knows the others, such as a weight, which all norms share."""
-        return {name: role for name, role in self.listed.operands.items() if role not in _CONSTANT}
+        """The operands that a call takes; it knows the others, such as a weight, and has no settings of rows."""
+        return {name: role for name, role in self.listed.operands.items() if role not in (*_CONSTANT, Role.SETTINGS)}
 
     @property
     def rows(self) -> int:
@@ -71,7 +73,7 @@ class Measured(NamedTuple):
 
     def nbytes(self, rows: int, hidden_size: int, itemsize: int) -> int:
         """The bytes of the operands that a call takes and of those that it returns, without numbers of a row."""
-        large = sum(role in (Role.ROWS, Role.SAMPLES) for role in self.inputs.values()) + self.rows
+        large = sum(role is Role.ROWS for role in self.inputs.values()) + self.rows
         quantized = self.quantization is not None
         return rows * hidden_size * (itemsize * (large - quantized) + quantized)
 
@@ -81,13 +83,8 @@ class Measured(NamedTuple):
         Each is compiled from its text, as if it were written out, because one line of Python more takes a tenth of the
         time of a short call.
         """
-        size = head_size(len(weight))
         heads = Role.TABLE in self.listed.operands.values()
-        tables = iter(_tables(size, weight))
-        known: dict[str, Any] = {"eps": eps, "shape": (-1, len(weight) // size, size), **self.flags}
-        for name, role in self.listed.operands.items():
-            if role in _CONSTANT:
-                known[name] = next(tables) if role is Role.TABLE else weight[:size] if heads else weight
+        known = self._known(weight, eps)
 
         def call(function: Callable[..., Any], outputs: tuple[str, ...] = ()) -> Any:
             takes = (*self.inputs, *outputs)
@@ -97,7 +94,7 @@ class Measured(NamedTuple):
                 called += f".view({takes[0]}.shape)"
             elif heads:
                 called = f"[y.view({takes[0]}.shape) for y in {called}]"
-            return eval(f"lambda {', '.join(takes)}: {called}", {**known, "function": function})
+            return _compiled(takes, called, {**known, "function": function})
 
         outputs = tuple(result.name for result in self.listed.results)
         function, in_place = self.listed.function, self.listed.in_place
@@ -107,9 +104,41 @@ class Measured(NamedTuple):
             call(in_place) if in_place is not None and self.repeats else None,
         )
 
+    @property
+    def text(self) -> str | None:
+        """The text of :data:`IN_TORCH`; None: torch has no such operation."""
+        return IN_TORCH.get(self.listed.name)
+
+    def in_torch(self, weight: Tensor, eps: float) -> Callable[..., Any]:
+        """The call that a user of torch writes, of :attr:`text`, with a weight, [N]."""
+        assert self.text is not None
+        size = head_size(len(weight))
+        known = {"torch": torch, "F": torch.nn.functional, **self._known(weight, eps)}
+        known["rotated"] = _rotated(*_tables(size, weight))
+        if self.quantization is not None:
+            known["quantized"] = _quantized(self.quantization)
+        return _compiled(tuple(self.inputs), self.text, known)
+
+    def _known(self, weight: Tensor, eps: float) -> dict[str, Any]:
+        """The names of a call that are no inputs: weights, tables, flags, and the shape of heads."""
+        size = head_size(len(weight))
+        heads = Role.TABLE in self.listed.operands.values()
+        tables = iter(_tables(size, weight))
+        known: dict[str, Any] = {"eps": eps, "shape": (-1, len(weight) // size, size), **self.flags}
+        for name, role in self.listed.operands.items():
+            if role in _CONSTANT:
+                known[name] = next(tables) if role is Role.TABLE else weight[:size] if heads else weight
+        return known
+
 
 #: The roles of operands that all calls have in common.
 _CONSTANT = (Role.WEIGHT, Role.TABLE)
+
+
+def _compiled(takes: tuple[str, ...], text: str, known: Mapping[str, Any]) -> Callable[..., Any]:
+    """A function of these names, as if its text were written out."""
+    found: Callable[..., Any] = eval(f"lambda {', '.join(takes)}: ({text})", {"__name__": __name__, **known})
+    return found
 
 
 def _arguments(
@@ -135,118 +164,92 @@ def _tables(size: int, like: Tensor) -> tuple[Tensor, Tensor]:
     return angles.cos().bfloat16().to(like.dtype), angles.sin().bfloat16().to(like.dtype)
 
 
-def _formula_of_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+#: The text that a user of torch writes in place of each function, by its name: an expression of the function's operands,
+#: of its flags, and of the names of :meth:`Measured.in_torch`.
+IN_TORCH = {
+    "rms_norm": "F.rms_norm(x, weight.shape, weight, eps)",
+    "fused_add_rms_norm": "F.rms_norm(h := x + residual, weight.shape, weight, eps), h",
+    "rms_norm_add": "F.rms_norm(x, weight.shape, weight, eps) + residual",
+    "rms_norm_add_rms_norm": "F.rms_norm("
+    "h := F.rms_norm(x, weight.shape, weight, eps) + residual, weight.shape, next_weight, eps), h",
+    "l2_norm": "x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)",
+    "layer_norm": "F.layer_norm(x, weight.shape, weight, None, eps)",
+    "fused_add_layer_norm": "F.layer_norm(h := x + residual, weight.shape, weight, None, eps), h",
+    "gate": "y * F.silu(z)",
+    "silu_and_mul": "F.silu(gate) * up",
+    "gelu_tanh_and_mul": "F.gelu(gate, approximate='tanh') * up",
+    "gelu_and_mul": "F.gelu(gate) * up",
+    "rms_norm_gated": "F.rms_norm(x, weight.shape, weight, eps) * F.silu(gate)",
+    "rotate": "rotated(x.view(shape)).view(x.shape)",
+    "qk_norm_rope": "rotated(F.rms_norm(q.view(shape), q_weight.shape, q_weight, eps)).view(q.shape), "
+    "rotated(F.rms_norm(k.view(shape), k_weight.shape, k_weight, eps)).view(k.shape)",
+    "quantize": "quantized(y)",
+    "rms_norm_quant": "quantized(F.rms_norm(x, weight.shape, weight, eps))",
+    "fused_add_rms_norm_quant": "*quantized(F.rms_norm(h := x + residual, weight.shape, weight, eps)), h",
+    "layer_norm_quant": "quantized(F.layer_norm(x, weight.shape, weight, None, eps))",
+    "fused_add_layer_norm_quant": "*quantized(F.layer_norm(h := x + residual, weight.shape, weight, None, eps)), h",
+    "silu_and_mul_quant": "quantized(F.silu(gate) * up)",
+    "relu2_quant": "quantized(F.relu(z).square())",
+    "gelu": "F.gelu(z)",
+    "relu2": "F.relu(z).square()",
+    "softcap": "cap * torch.tanh(x / cap)",
+    "log_softmax": "F.log_softmax(logits, -1)",
+    "logsumexp": "torch.logsumexp(logits, -1)",
+    "selected_log_prob": "F.log_softmax(logits, -1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)",
+    "selected_log_prob_and_entropy": "(h := F.log_softmax(logits, -1)).gather(-1, ids.unsqueeze(-1)).squeeze(-1), "
+    "-(h.exp() * h).sum(-1)",
+    "modulate": "y * (1 + scale) + shift",
+}
 
 
-def _formula_of_add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    total = x + residual
-    return _formula_of_norm(total, weight, eps), total
+def _rotated(cos: Tensor, sin: Tensor) -> Callable[[Tensor], Tensor]:
+    """The rotation of heads, [..., size], by tables of a half, as models of transformers write it."""
+    cos, sin = torch.cat((cos, cos)), torch.cat((sin, sin))
+
+    def rotated(heads: Tensor) -> Tensor:
+        a, b = heads.chunk(2, -1)
+        return heads * cos + torch.cat((-b, a), -1) * sin
+
+    return rotated
 
 
-def _formula_of_layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return torch.nn.functional.layer_norm(x, weight.shape, weight, None, eps)
-
-
-def _formula_of_add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    total = x + residual
-    return _formula_of_layer_norm(total, weight, eps), total
-
-
-def _formula_of_add_norm_quant(quantization: Quantization) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """Of a symmetric quantization, as programs write it."""
+def _quantized(quantization: Quantization) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """A symmetric quantization of rows, as programs write it."""
     least, greatest = quantization.range
 
-    def formula(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-        y, total = _formula_of_add_norm(x, residual, weight, eps)
+    def quantized(y: Tensor) -> tuple[Tensor, Tensor]:
         y = y.to(torch.promote_types(y.dtype, torch.float32))
         y = y.reshape(*y.shape[:-1], -1, quantization.group(y.shape[-1]))
         scale = (y.abs().amax(-1, keepdim=True) / greatest).clamp(min=quantization.scale_floor)
         numbers = y * (1 / scale) if quantization.apply == "reciprocal" else y / scale
         if not quantization.dtype.is_floating_point:
             numbers = numbers.round()
-        return numbers.clamp(least, greatest).to(quantization.dtype).flatten(-2), scale.squeeze(-1), total
+        return numbers.clamp(least, greatest).to(quantization.dtype).flatten(-2), scale.squeeze(-1)
 
-    return formula
-
-
-def _formula_of_gate(y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = torch.promote_types(y.dtype, torch.float32)
-    return (y.to(wide) * torch.nn.functional.silu(z.to(wide))).to(y.dtype)
+    return quantized
 
 
-def _formula_of_qk_norm_rope(q: Tensor, k: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As Hugging Face's Qwen 3 has it."""
-    size = head_size(len(weight))
-    shape = (-1, len(weight) // size, size)
-    cos, sin = (torch.cat((t, t)) for t in _tables(size, weight))
-
-    def turned(x: Tensor) -> Tensor:
-        heads = x.view(shape)
-        wide = heads.to(torch.promote_types(x.dtype, torch.float32))
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        y = weight[:size] * normed.to(x.dtype)
-        a, b = y.chunk(2, -1)
-        found: Tensor = y * cos + torch.cat((-b, a), -1) * sin
-        return found.view(x.shape)
-
-    return turned(q), turned(k)
-
-
-def _formula_of_declared(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    if function not in PUBLIC:
-        return None
-    declaration = PUBLIC[function].declaration
-
-    def formula(*given: Any) -> tuple[Tensor, ...]:
-        *inputs, weight, eps = given
-        taken = iter(inputs)
-        operands = [weight if operand.role is Role.WEIGHT else next(taken) for operand in declaration.operands]
-        flags = {**declaration.defaults, **declaration.samples[0]}
-        flags |= {"eps": eps} if "eps" in flags else {}
-        return declaration.formula(*operands, *flags.values())[: len(declaration.returned)]
-
-    return formula
-
-
-def _named(function: str, *more: Any, **others: Any) -> Measured:
-    return Measured(every()[function], *more, **others)
-
-
-def _quantized(quantization: Quantization) -> Measured:
-    formula = _formula_of_add_norm_quant(quantization)
-    return _named("fused_add_rms_norm_quant", formula, "sum, norm", {"quantization": quantization})
+def _named(function: str, rounds: str = "nothing", **flags: Any) -> Measured:
+    return Measured(every()[function], rounds, flags)
 
 
 #: By the name that ``--ops`` takes. Operations that are not here have the names of their functions.
 OPERATIONS = {
-    "add_norm": _named("fused_add_rms_norm", _formula_of_add_norm, "sum"),
-    "norm": _named("rms_norm", _formula_of_norm),
-    "layer_norm": _named("layer_norm", _formula_of_layer_norm),
-    "add_layer_norm": _named("fused_add_layer_norm", _formula_of_add_layer_norm, "sum"),
-    "norm_add": _named("rms_norm_add", lambda x, r, *rest: _formula_of_norm(x, *rest) + r, "first norm"),
-    "norm_add_norm": _named(
-        "rms_norm_add_rms_norm",
-        lambda x, r, *rest: _formula_of_add_norm(_formula_of_norm(x, *rest), r, *rest),
-        "first norm, sum",
+    "add_norm": _named("fused_add_rms_norm", "sum"),
+    "norm": _named("rms_norm"),
+    "layer_norm": _named("layer_norm"),
+    "add_layer_norm": _named("fused_add_layer_norm", "sum"),
+    "norm_add": _named("rms_norm_add", "first norm"),
+    "norm_add_norm": _named("rms_norm_add_rms_norm", "first norm, sum"),
+    "add_norm_int8": _named("fused_add_rms_norm_quant", "sum, norm", quantization=quantizations.VLLM_INT8_TOKEN_CPU),
+    "add_norm_fp8": _named("fused_add_rms_norm_quant", "sum, norm", quantization=quantizations.VLLM_FP8_TOKEN),
+    "add_norm_fp8_block": _named(
+        "fused_add_rms_norm_quant", "sum, norm", quantization=quantizations.VLLM_FP8_BLOCK_FUSED
     ),
-    "add_norm_int8": _quantized(quantizations.VLLM_INT8_TOKEN_CPU),
-    "add_norm_fp8": _quantized(quantizations.VLLM_FP8_TOKEN),
-    "add_norm_fp8_block": _quantized(quantizations.VLLM_FP8_BLOCK_FUSED),
-    "gate": _named("gate", _formula_of_gate, repeats=False),
-    "silu_and_mul": _named("silu_and_mul", lambda gate, up, *_: torch.nn.functional.silu(gate) * up, "silu"),
-    "norm_gated": _named(
-        "rms_norm_gated",
-        lambda x, z, *rest: _formula_of_gate(_formula_of_norm(x, *rest), z, *rest),
-        "normed rows",
-        repeats=False,
-    ),
-    "qk_norm_rope": _named(
-        "qk_norm_rope",
-        _formula_of_qk_norm_rope,
-        "norm, products",
-        {"round_norm": True, "round_products": True},
-    ),
+    "gate": _named("gate"),
+    "silu_and_mul": _named("silu_and_mul", "silu"),
+    "norm_gated": _named("rms_norm_gated", "normed rows"),
+    "qk_norm_rope": _named("qk_norm_rope", "norm, products", round_norm=True, round_products=True),
 }
 
 #: The gradients of which operation, and the number of large operands that are read and written at least.
@@ -263,7 +266,8 @@ def every_measured() -> dict[str, Measured]:
     """All that ``bench`` times forward."""
     named = {measured.listed.name for measured in OPERATIONS.values()}
     others = {name: listed for name, listed in every().items() if name not in named}
+    # A symmetric quantization, which every program writes alike.
+    symmetric = {"quantize": {"quantization": quantizations.VLLM_INT8_TOKEN_CPU}}
     return OPERATIONS | {
-        name: Measured(listed, _formula_of_declared(listed.function), flags=listed.needed)
-        for name, listed in others.items()
+        name: Measured(listed, flags=symmetric.get(name, listed.needed)) for name, listed in others.items()
     }
