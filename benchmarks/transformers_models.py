@@ -22,6 +22,7 @@ import functools
 import itertools
 import math
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -383,8 +384,10 @@ def memory(model: Any, step: Callable[[], None]) -> tuple[float, float]:
 
 def training(kind: str, rounds: int) -> None:
     """Prints memory and time of a step of 1024 tokens, without and with the patch: of all weights, and with LoRA."""
-    import peft
-
+    try:
+        import peft
+    except ModuleNotFoundError as error:
+        sys.exit(f"--training trains with LoRA too, which needs {error.name}: pip install peft")
     ids = tokens(2, 512)
     for name in ("all weights", "LoRA"):
         model = build(kind, SHAPE | {"num_hidden_layers": 8}, torch.bfloat16).train()

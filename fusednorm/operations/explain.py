@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from fusednorm.calls.call import ACTIVATIONS, Before, Flags, Step, accumulator, operation_of, step_of_gate
-from fusednorm.calls.checks import check_affine, check_between, check_flags, check_operands, check_quantization
+from fusednorm.calls.checks import (
+    check_affine,
+    check_between,
+    check_flags,
+    check_operands,
+    check_quantization,
+    refuse_type,
+)
 from fusednorm.calls.quantization import Quantization, is_given
 from fusednorm.calls.scalars import number
 from fusednorm.engine.choose import Explanation, choose
@@ -47,6 +54,11 @@ def explain(
     Raises:
         TypeError, ValueError, BackendError: the call would raise them, or it has no such arguments.
     """
+    operands = {"residual": residual, "weight": weight, "next_weight": next_weight, "bias": bias, "scale": scale}
+    for name, operand in {"x": x, **{name: t for name, t in operands.items() if t is not None}}.items():
+        if not isinstance(operand, Tensor):
+            named = getattr(operand, "__name__", None)
+            refuse_type(name, operand, named and f"the function has a name: explain(x, function={named})")
     if function is None:
         function = rms_norm if residual is None else fused_add_rms_norm
     listed = of_function(function)

@@ -169,7 +169,7 @@ def command_line(operations: Sequence[str] | None = None) -> argparse.ArgumentPa
     runs = command(
         "difference",
         "compare two runs of a model step by step: the share of equal bits",
-        "The exit status is 1 if any bit differs.",
+        "The exit status is 1 if any bit differs, 2 if nothing could be compared. vLLM's log goes to standard error.",
     )
     runs.add_argument("a", type=Path, metavar="A", help="a safetensors file, or a model's folder")
     runs.add_argument("b", type=Path, metavar="B", help="the same of the other run; or vllm: its engine, of A's folder")

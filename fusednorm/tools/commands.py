@@ -23,6 +23,9 @@ from fusednorm.tools.cli import DTYPES, INTERRUPTED, OPS, UNUSABLE, UnusableErro
 from fusednorm.tools.measure import bench, compare, workloads
 from fusednorm.tools.measure.bench import WrongBitsError
 
+#: The backends whose calls compile no kernel.
+COMPILED_BEFORE = ("cpu", "reference")
+
 
 def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, others: list[str]) -> int:
     """Runs a command; returns the exit status. ``others``: the arguments for pytest."""
@@ -115,7 +118,7 @@ def _runs_on(names: Iterable[str], device: torch.device) -> None:
 
 
 def prewarm(arguments: argparse.Namespace, screen: Console) -> int:
-    """Compiles ahead, and prints the time of each kernel."""
+    """Compiles ahead, and prints the time of each kind of call."""
     names = arguments.backend
     _runs_on(names or (), arguments.device)
     with fusednorm.use_backend(names) if names else contextlib.nullcontext():
@@ -128,7 +131,8 @@ def prewarm(arguments: argparse.Namespace, screen: Console) -> int:
             row = torch.empty(1, hidden_size, dtype=kind, device=arguments.device)
             with process.waiting_for_kernels():
                 backend = fusednorm.explain(row, row, row[0]).backend
-            screen.print(f"{backend}: {dtype}, rows of {hidden_size}: {seconds:.2f} s", markup=False)
+            took = "has nothing to compile" if backend in COMPILED_BEFORE else f"{seconds:.2f} s"
+            screen.print(f"{backend}: {dtype}, rows of {hidden_size}: {took}", markup=False)
     return 0
 
 

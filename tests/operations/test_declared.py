@@ -103,6 +103,6 @@ def test_bench_times_it(listed, monkeypatch, tmp_path):
     for cell in cells:
         expected = {"fusednorm", "copy"}
         expected |= {"fusednorm out="} if listed.results[0].name in listed.parameters else set()
-        expected |= {"torch eager"} if workloads.every_measured()[cell["op"]].formula else set()
+        expected |= {"torch eager"} if workloads.every_measured()[cell["op"]].text else set()
         assert cell["contenders"].keys() - {"fusednorm in place"} == expected
         assert all("error" not in times for times in cell["contenders"].values())

@@ -123,6 +123,17 @@ def test_who_scales_x():
     ("arguments", "error", "words"),
     [
         ({"function": torch.add}, TypeError, "function must be one of .*fused_add_rms_norm, .*, got 'add'"),
+        ({"residual": "x"}, TypeError, "residual must be a torch.Tensor, got str"),
+        (
+            {"residual": RESIDUAL, "function": fusednorm.rms_norm_add_rms_norm, "next_weight": 3},
+            TypeError,
+            "next_weight must be a torch.Tensor, got int",
+        ),
+        (
+            {"scale": 3, "quantization": Quantization(torch.int8, per="tensor")},
+            TypeError,
+            "scale must be a torch.Tensor, got int",
+        ),
         ({"function": 3}, TypeError, "function must be one of .*silu_and_mul_quant, softcap, got 3"),
         ({"function": fusednorm.fused_add_rms_norm}, TypeError, "fused_add_rms_norm takes a residual"),
         ({"function": fusednorm.rms_norm_add}, TypeError, "rms_norm_add takes a residual"),
@@ -146,3 +157,10 @@ def test_who_scales_x():
 def test_what_is_refused(arguments, error, words):
     with pytest.raises(error, match=words):
         explain(X, **arguments)
+
+
+def test_the_function_goes_by_name():
+    with pytest.raises(
+        TypeError, match=r"x must be a torch.Tensor, got function; .* explain\(x, function=silu_and_mul\)"
+    ):
+        explain(fusednorm.silu_and_mul, X, X)

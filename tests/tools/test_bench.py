@@ -5,14 +5,16 @@ import json
 import pytest
 import torch
 from rich.console import Console
+from torch.overrides import TorchFunctionMode
 
 import fusednorm
+from fusednorm.operations.listed import every
 from fusednorm.tools import cli
 from fusednorm.tools.cli import OPS, UnusableError
 from fusednorm.tools.console import console
 from fusednorm.tools.measure import bench as benchmark
 from fusednorm.tools.measure import cells, clock, peers, tables
-from fusednorm.tools.measure.workloads import GRADIENTS, OPERATIONS
+from fusednorm.tools.measure.workloads import GRADIENTS, OPERATIONS, every_measured
 
 HIDDEN, ROWS = 128, 80
 THERE = ("bench", "--threads", "1")
@@ -200,8 +202,8 @@ def test_one_wrong_bit_ends_it(monkeypatch, op, at):
 def test_what_differs_of_a_peer_is_counted(monkeypatch):
     def some_wrong(x, residual, weight, eps):
         y, total = formula(x, residual, weight, eps)
-        y[:2, :8] = -1.0
-        y[40, :8] = -1.0  # between the rows that are compared
+        y[:2, :8] *= 1 + 2**-20
+        y[40, :8] *= 1 + 2**-20  # between the rows that are compared
         return y, total
 
     wrong = peer(monkeypatch, some_wrong).measure(cell("add_norm"))["made up"]["differing"]
@@ -246,6 +248,95 @@ def test_a_peer_that_fails_is_shown_and_the_others_are_measured(monkeypatch, cap
     # A line before it may make the column of names wider.
     shown = " ".join(capsys.readouterr().out.split())
     assert "made up failed at 80x128: NotImplementedError: [red] no kernel for this" in shown
+
+
+@pytest.mark.parametrize("op", ["add_norm", "backward"])
+@pytest.mark.parametrize("dtype", cli.DTYPES)
+def test_what_computes_something_else_is_not_timed(monkeypatch, op, dtype):
+    """One element in a thousand, of either result, backward too."""
+
+    def of_other_rows(x, residual, weight, eps):
+        y, total = formula(x, residual, weight, eps)
+        return y, torch.where(torch.arange(HIDDEN) == 7, total + 1, total)
+
+    found = peer(monkeypatch, of_other_rows, gradients=True).measure(cell(op, dtype=dtype))["made up"]
+    assert found["error"].startswith("result 2 is off by 1")
+    assert "error" not in peer(monkeypatch, formula, gradients=True).measure(cell(op, dtype=dtype))["made up"]
+
+
+#: By function, the functions of torch that the contender "torch eager" calls: the whole of the text that is timed.
+QUANTIZED = "promote_types to reshape abs amax div clamp {} clamp to flatten squeeze"
+INT8, FLOAT8 = QUANTIZED.format("__rdiv__ mul round"), QUANTIZED.format("div")
+IN_TORCH = {
+    "rms_norm": "rms_norm",
+    "fused_add_rms_norm": "add rms_norm",
+    "rms_norm_add": "rms_norm add",
+    "rms_norm_add_rms_norm": "rms_norm add rms_norm",
+    "l2_norm": "normalize",
+    "layer_norm": "layer_norm",
+    "fused_add_layer_norm": "add layer_norm",
+    "gate": "silu mul",
+    "silu_and_mul": "silu mul",
+    "gelu_tanh_and_mul": "gelu mul",
+    "gelu_and_mul": "gelu mul",
+    "rms_norm_gated": "rms_norm silu mul",
+    "rotate": "view chunk mul neg cat mul add view",
+    "qk_norm_rope": " ".join(["view rms_norm chunk mul neg cat mul add view"] * 2),
+    "quantize": INT8,
+    "rms_norm_quant": f"rms_norm {FLOAT8}",
+    "fused_add_rms_norm_quant": f"add rms_norm {INT8}",
+    "layer_norm_quant": f"layer_norm {FLOAT8}",
+    "fused_add_layer_norm_quant": f"add layer_norm {INT8}",
+    "silu_and_mul_quant": f"silu mul {FLOAT8}",
+    "relu2_quant": f"relu square {FLOAT8}",
+    "gelu": "gelu",
+    "relu2": "relu square",
+    "softcap": "div tanh mul",
+    "log_softmax": "log_softmax",
+    "logsumexp": "logsumexp",
+    "selected_log_prob": "log_softmax unsqueeze gather squeeze",
+    "selected_log_prob_and_entropy": "log_softmax unsqueeze gather squeeze exp mul sum neg",
+    "modulate": "add mul add",
+}
+
+
+class Called(TorchFunctionMode):
+    """The names of torch's functions that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, function, types, given=(), named=None):
+        self.names += [function.__name__] * (function.__name__ != "__get__")  # of an attribute, such as a shape
+        return function(*given, **named or {})
+
+
+def test_torch_eager_is_what_a_user_of_torch_writes():
+    """Of every operation; and it computes the same."""
+    bench = benchmark.Bench(CPU, None, ["eager"])
+    called = {}
+    for op, measured in reversed(every_measured().items()):  # the first of several quantizations comes last
+        of_op = cells.Cell(op, "bfloat16", 3, HIDDEN, 1)
+        call = bench.peers[0].of(op)(torch.ones(HIDDEN).bfloat16(), benchmark.EPS)
+        inputs = bench._inputs(of_op)
+        with Called() as mode:
+            call(*inputs)
+        called[measured.listed.name] = " ".join(mode.names)
+        assert "error" not in bench.measure(of_op)["torch eager"]
+    assert called == IN_TORCH
+    assert called.keys() == every().keys()
+
+
+def test_by_operation(made_up_times, called, capsys):
+    """A line for each operation, in a table for each peer."""
+    options = ["--dtypes", "bfloat16", "--shapes", "1x128", "2x128"]
+    assert called("bench", "--peers", "--by-operation", *options, "--threads", "1") == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    for name, ratio in (("torch.compile", "2.0x"), ("torch eager", "6.0x"), ("ONNX Runtime skip-norm", "failed")):
+        at = lines.index(f"| {name}, 1 thread | bfloat16, 1 x 128 | bfloat16, 2 x 128 |")
+        wanted = [f"| {op} | {ratio} | {ratio} |" for op in every_measured()]
+        assert lines[at + 2 : at + 2 + len(wanted)] == wanted
 
 
 def test_only_what_has_gradients_goes_backward(monkeypatch):

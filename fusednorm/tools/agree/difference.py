@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import json
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -218,7 +220,8 @@ def _beside_the_engine(arguments: argparse.Namespace, console: Console) -> int:
     trainer, inputs = load(arguments.a, arguments.prompt)
     transformers.patch(trainer, rounding=arguments.rounding)
     dtype = next(trainer.parameters()).dtype
-    calls, of_engine = engine.answered(arguments.a, inputs["input_ids"][0].tolist(), dtype)
+    with contextlib.redirect_stdout(sys.stderr):  # to which vLLM logs: the output is the comparison's alone
+        calls, of_engine = engine.answered(arguments.a, inputs["input_ids"][0].tolist(), dtype)
     of_trainer = contract(trainer)
     for side, digest in (("trainer", of_trainer.digest), ("engine", of_engine.digest)):
         console.print(f"{side}: sha256 {digest}", markup=False, soft_wrap=True)

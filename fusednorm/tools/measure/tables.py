@@ -92,24 +92,23 @@ def show(found: dict[str, Any], console: Console, wide: bool = False, by_operati
 
 
 def _by_operation(cells: list[dict[str, Any]], console: Console) -> None:
-    """The ratios of each peer, by operation, and by dtype, number of threads and shape."""
-    for name in dict.fromkeys(name for cell in cells for name in cell["contenders"]):
-        if name.startswith("fusednorm") or name == "copy":
-            continue
-        of_peer = {(cell["op"], _column(cell)): _compared(cell, name) for cell in cells}
+    """The ratios of each peer on each number of threads, by operation, and by dtype and shape."""
+    found: dict[tuple[str, int | None], dict[tuple[str, str], str]] = {}
+    for cell in cells:
+        column = f"{cell['dtype']}, {cell['rows']} x {cell['hidden_size']}"
+        for name in cell["contenders"]:
+            if not name.startswith("fusednorm") and name != "copy":
+                found.setdefault((name, cell["threads"]), {})[cell["op"], column] = _compared(cell, name)
+    for (name, threads), of_peer in found.items():
         columns = list(dict.fromkeys(column for _, column in of_peer))
         table = Table(box=box.MARKDOWN)
-        table.add_column(escape(name), no_wrap=True)
+        table.add_column(escape(f"{name}{of_threads(threads)}"), no_wrap=True)
         for column in columns:
             table.add_column(column, justify="right")
         for op in dict.fromkeys(op for op, _ in of_peer):
             table.add_row(op, *(of_peer.get((op, column), "-") for column in columns))
         console.print()
         print_markdown(table, console)
-
-
-def _column(cell: dict[str, Any]) -> str:
-    return f"{cell['dtype']}, {cell['rows']} x {cell['hidden_size']}{of_threads(cell['threads'])}"
 
 
 def _ratios(cells: list[dict[str, Any]], names: list[str]) -> Table:
@@ -182,10 +181,9 @@ def _show_facts(found: dict[str, Any], console: Console) -> None:
         if part:
             share = "less than 0.01%" if part < 1e-4 else f"up to {part:.2%}"
             facts.add_row(name, f"has other bits than fusednorm in {share} of the elements of a shape")
-    if EAGER in most or COMPILED in most:
-        for op in dict.fromkeys(cell["op"] for cell in found["cells"]):
-            text = every_measured()[GRADIENTS[op][0] if op in GRADIENTS else op].text
-            if text is not None:
-                facts.add_row(f"{op} in torch", escape(text))
     console.print()
     console.print(facts)
+    if EAGER in most or COMPILED in most:
+        for op in dict.fromkeys(cell["op"] for cell in found["cells"]):
+            if text := every_measured()[GRADIENTS[op][0] if op in GRADIENTS else op].text:
+                console.print(f"{op} in torch: {text}", markup=False, soft_wrap=True)

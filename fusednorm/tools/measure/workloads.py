@@ -164,15 +164,15 @@ def _tables(size: int, like: Tensor) -> tuple[Tensor, Tensor]:
     return angles.cos().bfloat16().to(like.dtype), angles.sin().bfloat16().to(like.dtype)
 
 
-#: The text that a user of torch writes in place of each function, by its name: an expression of the function's operands,
-#: of its flags, and of the names of :meth:`Measured.in_torch`.
+#: The text that a user of torch writes in place of each function, by its name: an expression of the operands, of the
+#: flags, and of the names of :meth:`Measured.in_torch`.
 IN_TORCH = {
     "rms_norm": "F.rms_norm(x, weight.shape, weight, eps)",
     "fused_add_rms_norm": "F.rms_norm(h := x + residual, weight.shape, weight, eps), h",
     "rms_norm_add": "F.rms_norm(x, weight.shape, weight, eps) + residual",
     "rms_norm_add_rms_norm": "F.rms_norm("
     "h := F.rms_norm(x, weight.shape, weight, eps) + residual, weight.shape, next_weight, eps), h",
-    "l2_norm": "x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)",
+    "l2_norm": "F.normalize(x, dim=-1)",  # has another eps, which rows of ordinary numbers do not show
     "layer_norm": "F.layer_norm(x, weight.shape, weight, None, eps)",
     "fused_add_layer_norm": "F.layer_norm(h := x + residual, weight.shape, weight, None, eps), h",
     "gate": "y * F.silu(z)",
