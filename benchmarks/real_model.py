@@ -36,6 +36,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.functional import gelu
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -54,8 +55,9 @@ TEXT = (
     "The Moon is Earth's only natural satellite. It orbits at an average distance of 384,400 kilometres, about thirty "
     "times the diameter of Earth, and always shows the same face, because it turns once in the time of one orbit."
 )
-#: torch's operations that are matrix products.
+#: torch's operations that are matrix products; and the functions that make these and attention.
 PRODUCTS = ("mm", "addmm", "bmm")
+FUNCTIONS = ("linear", "scaled_dot_product_attention")
 #: The kinds of steps of the patch but for gates.
 UNGATED = ("norms", "additions", "rotations")
 #: Greedy tokens after each prompt.
@@ -325,49 +327,69 @@ def encoder(folder: Path, files: list[Path], rounds: int) -> None:
             print(f"{count} x {tokens}: {before:.1f} -> {after:.1f} ms ({before / after:.2f}x)", flush=True)
 
 
-class Timed(TorchDispatchMode):
-    """Milliseconds on the processor of matrix products and attention, and the number of all other operations."""
+class Counted(TorchDispatchMode):
+    """Counts operations but matrix products and attention."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found = {"products": 0.0, "attention": 0.0, "others": 0}
+        self.count = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, operands: Any = (), options: Any = None) -> Any:
         """Runs the operation."""
         name = function.overloadpacket.__name__
-        begin = time.thread_time()
-        result = function(*operands, **(options or {}))
-        took = (time.thread_time() - begin) * 1e3
-        if name in PRODUCTS:
-            self.found["products"] += took
-        elif "attention" in name:
-            self.found["attention"] += took
-        else:
-            self.found["others"] += 1
-        return result
+        self.count += name not in PRODUCTS and "attention" not in name
+        return function(*operands, **(options or {}))
+
+
+def left_out(call: Callable[[], Any], names: tuple[str, ...]) -> Callable[[], None]:
+    """The call, where these functions of torch.nn.functional return kept results and take no time."""
+    own = {name: getattr(functional, name) for name in names}
+    kept: list[Tensor] = []
+
+    def keeping(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def keep(*operands: Any, **options: Any) -> Tensor:
+            kept.append(function(*operands, **options))
+            return kept[-1]
+
+        return keep
+
+    def run(functions: dict[str, Any]) -> None:
+        vars(functional).update(functions)
+        try:
+            call()
+        finally:
+            vars(functional).update(own)
+
+    def again() -> None:
+        following = iter(kept)
+        run(dict.fromkeys(names, lambda *_, **__: next(following)))
+
+    run({name: keeping(function) for name, function in own.items()})
+    return again
 
 
 def profile(folder: Path, dtype: torch.dtype, rounds: int) -> None:
-    """Prints where the time of a decoded token goes: medians on the processor, of one thread.
+    """Prints where the time of a decoded token goes: medians on the processor, of one thread, of calls in turns.
 
-    All else is norms, rotations, gates, and Python: most of these operations take less time than their calls.
+    All else is measured where products and attention are left out; these are the differences that it makes.
     """
     torch.set_num_threads(1)
     ids = ids_of(folder, TEXT)
     without = load(folder, dtype)
+    tokens = {"without": token_after(without, ids), "with": token_after(patched(without), ids)}
+    calls: dict[str, Callable[[], Any]] = {}
+    for name, token in tokens.items():
+        calls[name] = token
+        calls[f"{name}, no products"] = left_out(token, FUNCTIONS[:1])
+        calls[f"{name}, all else"] = left_out(token, FUNCTIONS)
+    found = {name: statistics.median(took) for name, took in measured(calls, rounds).items()}
     print("| | Token, ms | Matrix products | Attention | All else | Its operations |\n" + "|---" * 6 + "|")
-    calls = {"without": token_after(without, ids), "with": token_after(patched(without), ids)}
-    whole = measured(calls, rounds)
-    for name, call in calls.items():
-        turns = []
-        for _ in range(rounds):
-            with Timed() as timed:
-                call()
-            turns.append(timed.found)
-        token = statistics.median(whole[name])
-        products, attention, others = (statistics.median(turn[kind] for turn in turns) for kind in turns[0])
-        rest = token - products - attention
-        print(f"| {name} | {token:.1f} | {products:.1f} | {attention:.1f} | {rest:.1f} | {others:.0f} |")
+    for name, token in tokens.items():
+        with Counted() as counted:
+            token()
+        whole, no_products, rest = (found[key] for key in (name, f"{name}, no products", f"{name}, all else"))
+        parts = (whole, whole - no_products, no_products - rest, rest)
+        print(f"| {name} | {' | '.join(f'{ms:.1f}' for ms in parts)} | {counted.count} |")
 
 
 def main() -> None:

@@ -87,6 +87,15 @@ def test_a_graph_has_a_call_with_each_set(monkeypatch, sets, captured):
     assert {times["graph"] for times in found.values()} == {1e-3 / captured * 1e6}
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_other_programs_do_not_lengthen_the_time_of_one_thread(monkeypatch, threads):
+    """Of several threads it is the time that has passed."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(clock.time, "thread_time", iter([1.0, 2.0]).__next__)
+    monkeypatch.setattr(clock.time, "perf_counter", iter([1.0, 9.0]).__next__)
+    assert clock.Clock(CPU).seconds(int) == {1: 1.0, 2: 8.0}[threads]
+
+
 def test_large_operands_take_turns():
     sets = clock.Clock(CPU).sets
     assert sets(clock.HOT_BYTES) == 1

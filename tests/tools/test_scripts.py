@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from fusednorm.tools.measure.workloads import GRADIENTS, every_measured
 
@@ -65,6 +66,39 @@ def test_a_script_names_the_package_that_it_needs(monkeypatch, script, absent, c
     monkeypatch.setattr(sys, "argv", [script, *options])
     with pytest.raises(SystemExit, match=cure):
         runpy.run_path(str(SCRIPTS.parent / script), run_name="__main__")
+
+
+def test_a_profile_adds_up(monkeypatch, capsys):
+    """Also where each call is slower than the one before: no part of a token is less than nothing."""
+    pytest.importorskip("transformers", reason="its models are those of this script")
+    monkeypatch.syspath_prepend(SCRIPTS)
+    script = import_module("real_model")
+    x, clock = torch.ones(2, 2), [0.0]
+
+    def taking(function, ms):
+        def call(*operands, **options):
+            clock[0] += ms / 1000
+            return function(*operands, **options)
+
+        return call
+
+    for name, ms in zip(script.FUNCTIONS, (80, 5), strict=True):
+        monkeypatch.setattr(torch.nn.functional, name, taking(getattr(torch.nn.functional, name), ms))
+
+    def token():
+        clock[0] += 0.002
+        y = torch.nn.functional.linear(x, x)
+        torch.nn.functional.scaled_dot_product_attention(*[y.view(1, 1, 2, 2)] * 3)
+
+    monkeypatch.setattr(script.time, "thread_time", lambda: clock[0])
+    monkeypatch.setattr(script, "token_after", lambda *_: token)
+    for name in ("ids_of", "load", "patched"):
+        monkeypatch.setattr(script, name, lambda *_: None)
+    script.profile(None, torch.float32, 3)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.rsplit(" | ", 1)[0] for line in lines[2:]] == [
+        f"| {name} | 87.0 | 80.0 | 5.0 | 2.0" for name in ("without", "with")
+    ]
 
 
 def test_a_session_on_a_gpu_times_every_operation(monkeypatch):
