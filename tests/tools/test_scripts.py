@@ -69,7 +69,7 @@ def test_a_script_names_the_package_that_it_needs(monkeypatch, script, absent, c
 
 
 def test_a_profile_adds_up(monkeypatch, capsys):
-    """Also where each call is slower than the one before: no part of a token is less than nothing."""
+    """All else is measured, not left over from times of two kinds."""
     pytest.importorskip("transformers", reason="its models are those of this script")
     monkeypatch.syspath_prepend(SCRIPTS)
     script = import_module("real_model")

@@ -61,7 +61,7 @@ def show(found: dict[str, Any], console: Console, wide: bool = False, by_operati
     as Markdown. by_operation: in place of all these a table for each peer, with a line for each operation, as Markdown.
     """
     if wide or by_operation:
-        console.width = max(console.width, 150)
+        console.width = max(console.width, 200 if by_operation else 150)
     machine = found["machine"]
     bandwidth = f"; a large copy moves {found['copy_bandwidth'] / 1e9:.1f} GB/s" if found["copy_bandwidth"] else ""
     on_gpu = machine["device"] != "cpu"
