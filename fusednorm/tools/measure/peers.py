@@ -28,7 +28,7 @@ Build = Callable[[Tensor, float], Call]
 
 EPS = 1e-6
 
-#: What a user of torch writes; and the peer that compiles it for every shape, which takes seconds.
+#: The calls that a user of torch writes; and the peer that compiles it for every shape, which takes seconds.
 EAGER, COMPILED = "torch eager", "torch.compile"
 
 
@@ -134,7 +134,7 @@ def _in_torch(name: str, rounds: str, compile_it: Callable[[Call], Call]) -> lis
 
 
 def eager(device: torch.device) -> list[Implementation]:
-    """What a user of torch writes, such as ``F.rms_norm(x + residual, ...)``."""
+    """The call that a user of torch writes, such as ``F.rms_norm(x + residual, ...)``."""
     return _in_torch(EAGER, "sum", lambda call: call)
 
 
