@@ -58,7 +58,7 @@ def explain(
     for name, operand in {"x": x, **{name: t for name, t in operands.items() if t is not None}}.items():
         if not isinstance(operand, Tensor):
             named = getattr(operand, "__name__", None)
-            refuse_type(name, operand, named and f"the function has a name: explain(x, function={named})")
+            refuse_type(name, operand, named and f"pass a function by name: explain(x, function={named})")
     if function is None:
         function = rms_norm if residual is None else fused_add_rms_norm
     listed = of_function(function)
