@@ -263,12 +263,33 @@ DIFFERENTIATED = {
     for name, operands in FUNCTIONS.items()
     if not (name.endswith(("_", "quant")) or name == "quantize")
 }
+#: All calls with gradients whose flags name no dtype: a function, and its operands.
+CALLS = {name: (function_of(name), without_outputs(FUNCTIONS[name])) for name in DIFFERENTIATED}
+CALLS |= {name: call for name, call in MORE.items() if not {"offset", "dtypes"} & {name} and "," not in name}
+CALLS.pop("between")
 
 
 def called(function, operands):
     """What a function returns, in a list."""
     found = function(**operands)
     return [found] if isinstance(found, torch.Tensor) else list(found)
+
+
+def leaves_of(name, dtype):
+    """The function of a call's operands with gradients, and these."""
+    function, operands = CALLS[name]
+    keys = have_gradients(operands)
+
+    def of_leaves(*leaves):
+        found = called(function, clones(operands) | dict(zip(keys, leaves, strict=True)))
+        return found[0] if len(found) == 1 else tuple(found)
+
+    return of_leaves, [operands[key].to(dtype, copy=True).requires_grad_() for key in keys]
+
+
+def called_with(function, leaves):
+    found = function(*leaves)
+    return [found] if isinstance(found, torch.Tensor) else found
 
 
 def recorded(name):

@@ -153,8 +153,10 @@ def in_one_operator(*operands: Tensor | None) -> bool:
 
 
 def in_memory(*operands: Tensor | None) -> bool:
-    """Whether the operands lie in memory, so that their addresses and contents can be checked."""
-    return not (is_dynamo_compiling() or transform(*operands) or below(*operands))
+    """Whether the operands lie in memory, so that their addresses and contents can be checked, also with a listener."""
+    if is_dynamo_compiling() or transform(*operands):
+        return False
+    return plain(*operands) or not any(overrides_operations(t) for t in operands)
 
 
 def level_entered() -> bool:

@@ -416,6 +416,8 @@ def gate_gradients(
     found = new_gradients(operands, needs)
     if _are_of_no_rows(d):
         return found
+    if backend is None or len(operands) == 1:  # torch would refuse the halves in words of its own
+        check_kept((d,), operands)
     y, z = rows_and_gate(operands, interleaved)
     dy, dz = rows_and_gate(found, interleaved)  # their rows lie in one level
     activation, between, steps = gating.activation, gating.between, gating.steps
@@ -424,7 +426,6 @@ def gate_gradients(
     ):
         return found
     if backend is None:
-        check_kept((d,), (y, z))
         needed = dy is not None, dz is not None
         by_formula = activations.gate_gradients(d, y, z, activation, between, *steps, needed)
         for output, gradient in zip((dy, dz), by_formula, strict=True):

@@ -136,8 +136,8 @@ class Operator:
         if declaration.transposed is not None:
             if incoming[0] is None:
                 return (None,) * (self.count + len(ctx.flags))
-            arguments = (*incoming, *declaration.transposed(ctx.dtype, *saved, *ctx.flags))
             dtensor_bridge.check_kept(incoming, saved)
+            arguments = (*incoming, *declaration.transposed(ctx.dtype, *saved, *ctx.flags))
             found = self.dispatched(*arguments)[0] if through_dispatcher else self.with_gradients(*arguments)
             return found, *[None] * (len(arguments) - 1)
         operands, kept = saved[: self.count], saved[self.count :]

@@ -6,15 +6,18 @@ import pytest
 import torch
 from every_operation import (
     BF16,
+    CALLS,
     DIFFERENTIATED,
     FUNCTIONS,
     IN_PLACE,
     MORE,
     called,
+    called_with,
     clones,
     function_of,
     gradients,
     have_gradients,
+    leaves_of,
     same,
     tensors,
     without_outputs,
@@ -28,10 +31,6 @@ from fusednorm.calls import fast_path
 from fusednorm.operations.declared import PUBLIC
 
 functions = pytest.mark.parametrize("name", FUNCTIONS)
-#: All calls with gradients whose flags name no dtype: a function, and its operands.
-CALLS = {name: (function_of(name), without_outputs(FUNCTIONS[name])) for name in DIFFERENTIATED}
-CALLS |= {name: call for name, call in MORE.items() if not {"offset", "dtypes"} & {name} and "," not in name}
-CALLS.pop("between")
 calls = pytest.mark.parametrize("name", CALLS)
 
 
@@ -139,23 +138,6 @@ def test_each_operand_may_need_a_gradient(name):
                 call(name, operands)
         if name in DIFFERENTIATED:
             assert any(t.requires_grad for t in call(name, without_outputs(operands))), key
-
-
-def leaves_of(name, dtype):
-    """The function of a call's operands with gradients, and these."""
-    function, operands = CALLS[name]
-    keys = have_gradients(operands)
-
-    def of_leaves(*leaves):
-        found = called(function, clones(operands) | dict(zip(keys, leaves, strict=True)))
-        return found[0] if len(found) == 1 else tuple(found)
-
-    return of_leaves, [operands[key].to(dtype, copy=True).requires_grad_() for key in keys]
-
-
-def called_with(function, leaves):
-    found = function(*leaves)
-    return [found] if isinstance(found, torch.Tensor) else found
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")

@@ -10,16 +10,25 @@ import warnings
 import pytest
 import torch
 from every_operation import (
+    CALLS,
     DIFFERENTIATED,
     FUNCTIONS,
     OPERATORS,
+    Seen,
     called,
+    called_with,
     clones,
     function_of,
+    gradients,
+    have_gradients,
+    leaves_of,
+    same,
     tensors,
     without_outputs,
     written_by,
 )
+
+import fusednorm
 
 
 def freed(t):
@@ -226,30 +235,62 @@ def test_incoming_gradients_are_read_wherever_they_lie(name, kind):
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), place
 
 
-#: The operands that the backward pass reads for certain, where they are not all of those that have rows.
-READ_AGAIN = {"fused_add_rms_norm": ("weight",), "rms_norm_add": ("x",), "rms_norm_add_rms_norm": ("x",)}
-READ_AGAIN |= {"fused_add_layer_norm": ("weight",)}
-READ_AGAIN |= {"rotate": ()}  # positions take rows of the tables, which are copies
+def function_with_gradients(name):
+    """A function of its operands with gradients, and these."""
+    return leaves_of(name, torch.float32)
 
 
+def operator_with_gradients(name):
+    """The same of an operator, through torch's dispatcher."""
+    keys = have_gradients(OPERATORS[name])
+    rest = clones(OPERATORS[name])
+    packet = getattr(torch.ops.fusednorm, name)
+    return lambda *leaves: packet(**rest | dict(zip(keys, leaves, strict=True))), [
+        rest[key].clone().requires_grad_() for key in keys
+    ]
+
+
+WITH_GRADIENTS = [pytest.param(function_with_gradients, name, id=name) for name in CALLS]
+WITH_GRADIENTS += [
+    pytest.param(operator_with_gradients, name, id=f"ops.{name}")
+    for name in OPERATORS
+    if not name.endswith(("_", "backward")) and name not in ("into", "quantize")
+]
+
+
+@pytest.mark.parametrize("listener", [contextlib.nullcontext, Seen])
 @pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("name", DIFFERENTIATED)
-def test_what_was_kept_and_then_freed_is_refused(name, again):
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize(("kind", "name"), WITH_GRADIENTS)
+def test_what_was_kept_and_then_freed_is_refused(kind, name, backend, again, listener):
     """FSDP frees storages between the passes, and fills them again before the second one."""
-    outputs, operands = recorded(name)
-    wanted = [operands[key] for key in DIFFERENTIATED[name]]
-    expected = torch.autograd.grad(outputs, wanted, [torch.ones_like(t) for t in outputs], retain_graph=True)
-    for key in tensors(operands):
-        outputs, operands = recorded(name)
-        wanted = [operands[name] for name in DIFFERENTIATED[name]]
-        operands[key].untyped_storage().resize_(0)
-        incoming = [torch.ones_like(t) for t in outputs]
-        try:
-            found = torch.autograd.grad(outputs, wanted, incoming, create_graph=again)
-        except TypeError as error:
-            refused, found = str(error), None
-        if found is None:
-            assert re.match(r"a tensor that was kept for the backward pass is a \w+ without memory", refused), key
-        else:  # the backward pass does not read it
-            assert key not in READ_AGAIN.get(name, ("x", "y", "z", "q", "k", "gate", "up")), key
-            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), key
+
+    def recorded():
+        """Outputs, leaves, and the tensors that were kept for the backward pass."""
+        function, leaves = kind(name)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            outputs = called_with(function, leaves)
+        return [t for t in outputs if t.requires_grad], leaves
+
+    kept = []
+    message = r"(a tensor that was kept for the backward pass|\w+) is a .* its storage was freed .*: pass a tensor that"
+    with fusednorm.use_backend(backend):
+        outputs, leaves = recorded()
+        expected, count, refused = gradients(outputs, leaves), len(kept), 0
+        for place in range(count):
+            kept.clear()
+            outputs, leaves = recorded()
+            incoming = [t.detach().cos() for t in outputs]
+            storage, numbers = kept[place].untyped_storage(), kept[place].untyped_storage().clone()
+            storage.resize_(0)
+            try:
+                with listener():
+                    found = torch.autograd.grad(outputs, leaves, incoming, create_graph=again)
+            except TypeError as error:
+                assert re.match(message, str(error)), (place, str(error))
+                refused += 1
+            else:  # the backward pass does not read it
+                assert same(found, expected), place
+            storage.resize_(numbers.nbytes())
+            storage.copy_(numbers)  # some are kept for all calls
+    assert refused or not count
