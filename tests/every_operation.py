@@ -122,6 +122,7 @@ MORE = {
     ),
     "halves, quantized": (partly(fusednorm.silu_and_mul_quant, quantization=SGLANG_FP8_TOKEN), BOTH),
     "groups": (partly(fusednorm.rms_norm_gated, group_size=2), GATED),
+    "groups after the gate": (partly(fusednorm.rms_norm_gated, norm_before_gate=False, group_size=2), GATED),
     "the gate first": (partly(fusednorm.rms_norm_gated, norm_before_gate=False, activation="gelu_tanh"), GATED),
     "functional": (lambda x, weight: functional.rms_norm(x, weight.shape, weight), {"x": Q, "weight": K[0]}),
 }

@@ -14,7 +14,7 @@ from fusednorm.calls.call import Flags
 from fusednorm.calls.checks import check_apart, check_flags, check_operands, check_output, refuse_grad
 from fusednorm.calls.must_be_seen import Listener
 from fusednorm.torch_ops import dtensor_bridge
-from fusednorm.torch_ops.declared import Operator
+from fusednorm.torch_ops.declared import Operator, as_new
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 #: Of a public function.
@@ -76,6 +76,7 @@ class Operation(Operator):
             found = cast(Any, self.recorded).apply(*tensors, *flags)
         else:
             found = self.run(*tensors, *flags)
+            found = found if outputs else as_new(found, tensors)  # outputs take copies
         found = found if isinstance(found, tuple) else (found,)
         results = tuple(dtensor_bridge.written(t, new) for t, new in zip(given.values(), found, strict=False))
         return cast(Results, results[0] if len(results) == 1 else results)

@@ -142,7 +142,7 @@ def _rows(
             check_apart({"x": x}, {"gate": gate, "weight": weight})
         found = _in_one_call(*operands, how, out, records)
         if found is not None:
-            return found if out is None else out
+            return found
     return dtensor_bridge.written(out, composed(*operands, how))
 
 
@@ -205,6 +205,8 @@ def _normed(x: Tensor, weight: Tensor | None, how: GatedNorm, dtype: torch.dtype
     y = rms_norm(groups, weights, how.eps, **flags)
     if groups is x:
         return y
+    if must_be_seen.listener(y) is None and not y.requires_grad:
+        return y.resize_(x.shape)  # torch refuses some writes to views that are made without gradients
     y = y.flatten(-2)
     return dtensor_bridge.as_placed(y, y)  # so its gradient comes in whole groups too
 
@@ -220,7 +222,7 @@ def _in_one_call(
             return None
         return cast(Tensor, NormalisedAndGated.apply(x, gate, weight, how, backend))  # type: ignore[no-untyped-call]
     found = execute.norm_gated(groups, gates, weights, how, into)
-    return found if found is None or groups is x else found.flatten(-2)
+    return found if found is None or groups is x else out if out is not None else found.resize_(x.shape)  # no view
 
 
 class NormalisedAndGated(torch.autograd.Function):

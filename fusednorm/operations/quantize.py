@@ -34,6 +34,7 @@ from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
 from fusednorm.reference import norm as reference
 from fusednorm.reference import quantizer
 from fusednorm.torch_ops import dtensor_bridge
+from fusednorm.torch_ops.declared import as_new
 
 _quantize = Entry("quantizer", "x packed scale zero_point out scale_out zero_point_out").open()
 _and_mul = Entry("gate", f"x z between {STEPS}", constants={"order": AND_MUL, "activation": "silu"}).open()
@@ -470,7 +471,8 @@ class _Call:
             quantize_rows = dtensor_bridge.operations(y, scale, zero_point).quantize
             numbers, *of_groups = quantize_rows(y, str(quantization), scale, zero_point)
             return self._written(numbers, *of_groups[: len(computed_by(quantization))], laid_out=False)
-        return self._written(*quantizer.quantized(y, quantization, scale, zero_point), laid_out=False)
+        new = as_new(quantizer.quantized(y, quantization, scale, zero_point), (y,))
+        return self._written(*new, laid_out=False)
 
     def _written(self, numbers: Tensor, *others: Tensor, laid_out: bool = True) -> tuple[Tensor, ...]:
         """The results, in the caller's memory where that is given.

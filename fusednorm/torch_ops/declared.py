@@ -86,7 +86,7 @@ class Operator:
     def _forward(self, *arguments: Any) -> Any:
         operands = arguments[: self.count]
         flags = self.declaration.checked(operands, arguments[self.count :], in_memory=True)
-        return _one_or_more(_new(self.run(*operands, *flags), operands))
+        return _one_or_more(as_new(self.run(*operands, *flags), operands))
 
     def _fake(self, *arguments: Any) -> Any:
         declaration, operands = self.declaration, arguments[: self.count]
@@ -109,7 +109,7 @@ class Operator:
         given = arguments[: len(self.declaration.backward_tensors)]
         found = cast(Any, self.run_gradient)(*given, *flags, needs)
         nothing = operands[0].new_empty
-        return _one_or_more(_new(tuple(nothing(0) if t is None else t for t in found), given))
+        return _one_or_more(as_new(tuple(nothing(0) if t is None else t for t in found), given))
 
     def _fake_backward(self, *arguments: Any) -> Any:
         operands, _, needs = self._split(arguments, in_memory=False)
@@ -228,7 +228,7 @@ def _recorded(operator: Operator) -> type[torch.autograd.Function]:
 
         @staticmethod
         def forward(*arguments: Any) -> Any:
-            return _one_or_more(_new(declaration.formula(*arguments), arguments[: operator.count]))
+            return _one_or_more(as_new(declaration.formula(*arguments), arguments[: operator.count]))
 
     class Recorded(Differentiable):
         """Where gradients are recorded or a transform of ``torch.func`` is active."""
@@ -240,7 +240,7 @@ def _recorded(operator: Operator) -> type[torch.autograd.Function]:
             operands = arguments[: operator.count]
             if must_be_seen.below(*operands):
                 return _one_or_more(operator.dispatched(*arguments))
-            return _one_or_more(_new(operator.run(*arguments), operands))
+            return _one_or_more(as_new(operator.run(*arguments), operands))
 
         @staticmethod
         def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
@@ -294,13 +294,13 @@ def _zeros(
     return [rows.new_zeros(shape(result.role, operands), dtype=dtype(result, operands, flags)) for result in results]
 
 
-def _new(found: Sequence[Tensor], operands: Sequence[Any]) -> tuple[Tensor, ...]:
-    """Contiguous results, none of which is an operand or another result."""
+def as_new(found: Sequence[Tensor], operands: Sequence[Any]) -> tuple[Tensor, ...]:
+    """Contiguous results, none of which is an operand, another result or a view, to which torch refuses some writes."""
     before = [id(t) for t in operands]
     new = []
     for tensor in found:
         result = tensor.contiguous()
-        new.append(result.clone() if id(result) in before else result)
+        new.append(result.clone() if id(result) in before or result._is_view() else result)
         before.append(id(new[-1]))
     return tuple(new)
 

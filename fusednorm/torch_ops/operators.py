@@ -33,7 +33,7 @@ from fusednorm.engine.choose import request, request_of_backward, use_backend
 from fusednorm.reference import norm as reference
 from fusednorm.reference import quantizer
 from fusednorm.torch_ops import steps as _steps  # noqa: F401 - declares them
-from fusednorm.torch_ops.declared import Operator
+from fusednorm.torch_ops.declared import Operator, as_new
 from fusednorm.torch_ops.dtensor_bridge import on_rows
 from fusednorm.torch_ops.gradients import backend_of, by_backend, gradients, keep, new_rstd
 from fusednorm.torch_ops.registered import register
@@ -132,7 +132,7 @@ def _add(x: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _quantize(y: Tensor, text: str, scale: Tensor | None, zero_point: Tensor | None) -> tuple[Tensor, ...]:
     quantization = _check_quantize(y, text, scale, zero_point)
-    numbers, *computed = quantizer.quantized(y, quantization, scale, zero_point)
+    numbers, *computed = as_new(quantizer.quantized(y, quantization, scale, zero_point), (y,))
     nothing = [y.new_empty(0, dtype=dtype) for dtype in (torch.float32, torch.int32)]
     return numbers, *computed, *nothing[len(computed) :]
 

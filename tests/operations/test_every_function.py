@@ -1,5 +1,6 @@
 """What holds for each public function: who sees it, what it writes, its derivatives, and calls that were made one."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -90,6 +91,53 @@ def test_what_is_written(name):
         assert not {t.data_ptr() for t in expected} & {
             t.data_ptr() for t in operands.values() if hasattr(t, "data_ptr")
         }
+
+
+BACKENDS = pytest.mark.parametrize("backend", ["cpu", "reference", None])  # None: the backend of this run
+
+
+#: Calls whose results are views: in place, of several dimensions that are normalised together, in columns.
+VIEWS = (*IN_PLACE, "offset", "functional", "columns, quantized")
+
+
+@BACKENDS
+@pytest.mark.parametrize("name", [name for name in [*FUNCTIONS, *MORE] if name not in VIEWS])
+def test_results_are_no_views(name, backend):
+    """torch refuses some writes to views, as of a tensor that requires gradients to a result without any."""
+    function, operands = MORE[name] if name in MORE else (function_of(name), without_outputs(FUNCTIONS[name]))
+    given = clones(operands)
+    with contextlib.nullcontext() if backend is None else fusednorm.use_backend(backend):
+        found = called(function, given)
+    assert not [t.shape for t in found if t._is_view() and t is not given.get("scale")]
+
+
+@BACKENDS
+@calls
+def test_results_may_be_written(name, backend):
+    """In place, with the gradients of what was written; but a sum is kept for the gradients, of which torch says so."""
+
+    def called_and_written(place):
+        function, leaves = leaves_of(name, torch.float32)
+        outputs = called_with(function, leaves)
+        if place is not None:
+            outputs[place].mul_(2)
+        return outputs, leaves
+
+    with contextlib.nullcontext() if backend is None else fusednorm.use_backend(backend):
+        wanted, leaves = called_and_written(None)
+        for place in range(len(wanted)):
+            expected = [t * 2 if i == place else t for i, t in enumerate(wanted)]
+            outputs, others = called_and_written(place)
+            assert same(outputs, expected), place
+            refused = ""
+            try:
+                found = gradients([t for t in outputs if t.requires_grad], others)
+            except RuntimeError as error:
+                refused = str(error)
+            if refused:
+                assert (place, "modified by an inplace operation" in refused) == (1, True)
+            else:
+                assert same(found, gradients([t for t in expected if t.requires_grad], leaves)), place
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
