@@ -185,8 +185,9 @@ __device__ inline unsigned char number_of(float v, const Group& g, const Argumen
     if (ZERO_POINT == BEFORE) v += (float)g.zero_point;
     if (NUMBER == E4M3) return (unsigned char)float8_of<3, -6>(v, a);
     if (NUMBER == E5M2) return (unsigned char)float8_of<2, -14>(v, a);
-    if (ZERO_POINT == AFTER) {
-        return (unsigned char)smaller(larger(whole_of(v) + g.zero_point, (int)a.qmin), (int)a.qmax);
+    if (ZERO_POINT == AFTER) {  // cut before anything is added, which could overflow: 2^30 + 2^30
+        const int whole = larger(whole_of(v), (int)a.qmin - g.zero_point);
+        return (unsigned char)(smaller(whole, (int)a.qmax - g.zero_point) + g.zero_point);
     }
     return (unsigned char)(whole_within(v, a) + (ZERO_POINT == PLUS_128 ? 128 : 0));
 }

@@ -414,8 +414,8 @@ def _stored(v: Value, quantization: Quantization, shift: Value | None) -> Value:
         return op.Cast(_clamped(v, qmin, qmax), to=to)
     if shift is not None and quantization.zero_point == "after":
         v = _clamped(op.Round(v), number(-MOST), number(MOST))
-        whole = op.Add(op.Cast(op.Where(op.IsNaN(v), number(0.0), v), to=_I32), op.Cast(shift, to=_I32))
-        least, greatest = (_constant(end, _I32) for end in quantization.range)
+        whole = op.Add(op.Cast(op.Where(op.IsNaN(v), number(0.0), v), to=_I64), op.Cast(shift, to=_I64))
+        least, greatest = (_constant(end, _I64) for end in quantization.range)
         return op.Cast(op.Max(least, op.Min(greatest, whole)), to=to)
     if shift is not None:
         v = op.Add(v, shift)

@@ -176,6 +176,7 @@ FN_INLINE void store_cut(int divides, int mode, int mantissa, int least_exponent
         const char *restrict y = g->y + 4 * k * n;
         const float by = g->by[k];
         const int32_t zero_point = mode == AFTER || shifts ? g->zero_point[k] : 0;
+        const int32_t before_least = qmin - zero_point, before_most = qmax - zero_point; /* a sum could overflow: 2^30 + 2^30 */
         FN_VECTORS()
         for (int64_t i = 0; i < n; i++) {
             float v = quotient(divides, element(F32, y, i), by);
@@ -184,9 +185,9 @@ FN_INLINE void store_cut(int divides, int mode, int mantissa, int least_exponent
                 out[i] = (uint8_t)float8_of(v, mantissa, least_exponent, CUT, least, greatest);
             } else if (mode == AFTER) {
                 v = f32_of_bits(bits_if(v == v, bits_of_f32(v), 0));
-                int32_t whole = (int32_t)rintf(at_most(at_least(v, -0x1p30f), 0x1p30f)) + zero_point;
-                whole = whole < qmin ? qmin : whole;
-                out[i] = (uint8_t)(whole > qmax ? qmax : whole);
+                int32_t whole = (int32_t)rintf(at_most(at_least(v, -0x1p30f), 0x1p30f));
+                whole = whole < before_least ? before_least : whole;
+                out[i] = (uint8_t)((whole > before_most ? before_most : whole) + zero_point);
             } else { /* sums have the order of their bits, taken as a signed number */
                 int32_t whole = (int32_t)bits_of_f32(v + magic);
                 whole = whole < lowest ? lowest : whole;

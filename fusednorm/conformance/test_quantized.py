@@ -179,6 +179,21 @@ def test_sizes_of_rows(mode, agree, hidden):
         check_after_norm(agree, tensors, quantization, "after a norm", **scales_given(quantization))
 
 
+def test_sums_with_zero_points_are_exact(mode, agree):
+    """The greatest sum is 2^30 + 2^30, which an int32 does not hold; by hand, and for both signs of given ones."""
+    y = torch.tensor([[math.inf, 1.0, -math.inf], [-math.inf, -1.0, 0.0], [3e38, 0.0, -3e38]])
+    for dtype, by_hand in ((I8, [127, 127, 0]), (U8, [255, 255, 0])):
+        for point in ("after", "before"):
+            powers = Quantization(dtype, zero_point=point, round_scale="up_to_power_of_two")
+            numbers, *_ = check_alone(agree, y, powers, "infinities")
+            if point == "after":
+                agree(numbers[0].int(), torch.tensor(by_hand, dtype=torch.int32), f"{powers}: by hand")
+            for given in (2**30 - 1, 1 - 2**30):
+                scale, zero_point = torch.tensor([1e-30]), torch.tensor([given], dtype=torch.int32)
+                static = Quantization(dtype, per="tensor", zero_point=point)
+                check_alone(agree, y, static, f"given {given}", scale=scale, zero_point=zero_point)
+
+
 @pytest.mark.left_out("triton_cpu")
 def test_scales_are_rounded_up_to_powers_of_two(mode, agree):
     """By hand, at every limit: a scale is the element's magnitude."""

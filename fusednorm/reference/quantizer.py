@@ -119,8 +119,8 @@ def _stored(v: Tensor, quantization: Quantization, zero: Tensor | None) -> Tenso
         return to_float8(within(v, qmin, qmax), quantization.dtype)
     if zero is not None and quantization.zero_point == "after":
         v = within(v.round(), -MOST, MOST)
-        # In whole numbers: a float32 does not hold every sum.
-        v = (torch.where(v.isnan(), 0.0, v).to(torch.int32) + zero).clamp(int(qmin), int(qmax))
+        # In whole numbers of 64 bits: neither a float32 nor an int32 holds every sum.
+        v = (torch.where(v.isnan(), 0.0, v).to(torch.int64) + zero).clamp(int(qmin), int(qmax))
         return v.to(quantization.dtype)
     if zero is not None:
         v = v + zero.to(torch.float32)

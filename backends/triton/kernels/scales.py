@@ -90,7 +90,8 @@ def numbers_of(v, zero, qmin, qmax, NUMBER: tl.constexpr, ZERO_POINT: tl.constex
     else:
         least, most = tl.full(v.shape, qmin, tl.float32).to(tl.int32), tl.full(v.shape, qmax, tl.float32).to(tl.int32)
         if ZERO_POINT == "after":
-            whole = tl.minimum(tl.maximum(whole_of(v) + zero, least), most)
+            # Cut before anything is added, which could overflow: 2^30 + 2^30.
+            whole = tl.minimum(tl.maximum(whole_of(v), least - zero), most - zero) + zero
         else:
             whole = whole_within(v, least, most)
         if ZERO_POINT == "plus_128":
