@@ -134,11 +134,29 @@ def square_root(value: Tensor) -> Tensor:
     float32 number is never close enough to the middle between two of them for a few ulp of float64 to matter.
     """
     if value.dtype == torch.float64:
-        roots = [math.sqrt(v) if v >= 0 else math.nan for v in value.flatten().tolist()]
-        return torch.tensor(roots, dtype=value.dtype, device=value.device).reshape(value.shape)
+        return _root_of_float64(value)
     if value.device.type == "mps":
         return value.sqrt()
     return value.to(torch.float64).sqrt().to(value.dtype)
+
+
+def _root_of_float64(value: Tensor) -> Tensor:
+    """``torch.sqrt`` on a CPU may be one off here too, so that it is looked at again in whole numbers.
+
+    value = w * 2^(2k - 52), with w from 2^52 to 2^54, whose root is that of w * 2^52, times 2^(k - 52). Of the whole
+    number s that is nearest to it, rest = w * 2^52 - s^2 is in (-s, s]: (s + 1/2)^2 is no whole number. One off, rest is
+    beyond that. s is cut in two, so that nothing here is above 2^58.
+    """
+    usual = (value > 0) & (value < math.inf)
+    mantissa, exponent = torch.frexp(torch.where(usual, value, 1.0))
+    odd = exponent & 1
+    part = mantissa * (4 - 2 * odd)  # from 1 to 4
+    w, s = (part * 2.0**52).to(torch.int64), (part.sqrt() * 2.0**52).to(torch.int64)
+    high, low = s >> 26, s & (1 << 26) - 1
+    rest = (((w - high * high << 25) - high * low) << 27) - low * low
+    s = s + (rest > s).to(torch.int64) - (rest <= -s).to(torch.int64)
+    power = ((exponent + odd) // 2).to(torch.int64) + (1023 - 1 - 52) << 52  # the bits of 2^(k - 52)
+    return torch.where(usual, s.to(value.dtype) * power.view(value.dtype), value.sqrt())
 
 
 def constant(number: float, like: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """The parts of the reference, on the examples of docs/spec.md and where torch alone would be wrong."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -83,3 +85,19 @@ def test_square_roots_are_correctly_rounded():
         root = reference.square_root(v)
         assert root[:2].tolist() == [0.0, torch.inf]
         assert root[2:].isnan().all()
+
+
+def test_every_float64_has_the_root_of_ieee():
+    """Bits of all kinds; whole numbers near squares, and near the squares of middles, where one off decides."""
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(0, 0x7FF0 << 48, (300_000,), generator=generator)
+    subnormal = torch.randint(1, 1 << 52, (20_000,), generator=generator)
+    root = torch.randint(1 << 52, 1 << 53, (100_000,), generator=generator)
+    square = (root.double() * root.double()).view(torch.int64)
+    middle = ((root.double() * (root + 1).double()) * 4.0 ** torch.randint(-560, 400, root.shape)).view(torch.int64)
+    near = [whole + step for whole in (square, middle) for step in range(-2, 3)]
+    ends = torch.tensor([0.0, -0.0, torch.inf, 5e-324, 2.0**-1022, torch.finfo(F64).max, 1 - 2.0**-53, 4 - 2.0**-51])
+    small = [torch.arange(1 << 16), torch.arange((1 << 52) - 999, (1 << 52) + 999)]
+    value = torch.cat([torch.cat([bits, subnormal, *near, *small]).view(F64), ends])
+    expected = torch.tensor([*map(math.sqrt, value.tolist())], dtype=F64)
+    assert reference.square_root(value).view(torch.int64).equal(expected.view(torch.int64))

@@ -186,16 +186,26 @@ def test_a_dispatch_subclass_sees_the_operator(name):
         assert same([t.inner if isinstance(t, Logging) else t for t in found], expected), key
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @functions
-def test_meta_tensors(name):
-    """They share no memory, so that shapes and dtypes are those of a call with values."""
-    expected = call(name, clones(FUNCTIONS[name]))
-    operands = clones(FUNCTIONS[name], lambda t: t.to("meta"))
+def test_meta_tensors(name, dtype):
+    """They share no memory, so that shapes and dtypes are those of a call with values; and of gradients."""
+    own = ("scale", "scale_out") if "quantization" in FUNCTIONS[name] else ()  # their dtype is not that of rows
+    given = {
+        key: t.to(dtype) if isinstance(t, torch.Tensor) and t.dtype == torch.float32 and key not in own else t
+        for key, t in FUNCTIONS[name].items()
+    }
+    expected = call(name, clones(given))
+    operands = clones(given, lambda t: t.to("meta"))
     with fusednorm.use_backend("reference"):  # whichever backend these tests are for
         found = call(name, operands)
-    assert [(t.shape, t.dtype, t.device.type) for t in found] == [(t.shape, t.dtype, "meta") for t in expected]
-    returned = [key for key in written_by(name) if key != "normed_out"]
-    assert {id(operands[key]) for key in returned} <= set(map(id, found))
+        assert [(t.shape, t.dtype, t.device.type) for t in found] == [(t.shape, t.dtype, "meta") for t in expected]
+        returned = [key for key in written_by(name) if key != "normed_out"]
+        assert {id(operands[key]) for key in returned} <= set(map(id, found))
+        if name in DIFFERENTIATED:
+            leaves = [operands[key].requires_grad_() for key in DIFFERENTIATED[name]]
+            of = gradients(call(name, without_outputs(operands)), leaves, create_graph=True)
+            assert [(t.shape, t.dtype) for t in of] == [(t.shape, t.dtype) for t in leaves]
 
 
 @functions
