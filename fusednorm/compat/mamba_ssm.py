@@ -16,6 +16,7 @@ from fusednorm.calls.call import accumulator
 from fusednorm.calls.checks import refuse_type
 from fusednorm.compat import quack, unrounded
 from fusednorm.operations.gate import gate
+from fusednorm.operations.layer_norm import fused_add_layer_norm, layer_norm
 from fusednorm.operations.norm import rms_norm
 from fusednorm.operations.norm_gated import rms_norm_gated
 
@@ -34,10 +35,25 @@ def rmsnorm_fn(
     That is ``norm(x) * silu(z)``, or, without ``norm_before_gate``, ``norm(x * silu(z))``; without z the norm alone.
     ``group_size`` elements are normalised together, or the whole row; the bias, [N], is added after the weight.
     """
+    return _gated_norm(x, weight, bias, z, eps, group_size, norm_before_gate, center=False)
+
+
+def _gated_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    z: Tensor | None,
+    eps: float,
+    group_size: int | None,
+    norm_before_gate: bool,
+    *,
+    center: bool,
+) -> Tensor:
+    """:func:`rmsnorm_fn`; ``center``: rows, or groups of them, lose their mean first."""
     if not isinstance(x, Tensor):
         refuse_type("x", x)
     wide = accumulator(x.dtype)
-    if z is not None and bias is None:
+    if z is not None and bias is None and not center:
         between = unrounded(x) if norm_before_gate else None
         return rms_norm_gated(
             x, z, weight, eps, group_size=group_size, norm_before_gate=norm_before_gate, between=between
@@ -47,7 +63,8 @@ def rmsnorm_fn(
     groups = (-1, x.shape[-1] if group_size is None else group_size)
     rows, of_weight, of_bias = (None if t is None else torch.unflatten(t, -1, groups) for t in (h, weight, bias))
     assert rows is not None
-    y = rms_norm(rows, of_weight, eps, bias=of_bias, out_dtype=wide if gate_follows else x.dtype).flatten(-2)
+    norm = layer_norm if center else rms_norm
+    y = norm(rows, of_weight, eps=eps, bias=of_bias, out_dtype=wide if gate_follows else x.dtype).flatten(-2)
     return gate(y, z, out_dtype=x.dtype) if gate_follows and z is not None else y
 
 
@@ -61,13 +78,8 @@ def layernorm_fn(
     norm_before_gate: bool = True,
     is_rms_norm: bool = False,
 ) -> Tensor:
-    """:func:`rmsnorm_fn`.
-
-    Raises:
-        ValueError: without ``is_rms_norm``.
-    """
-    _check_rms(is_rms_norm)
-    return rmsnorm_fn(x, weight, bias, z, eps, group_size, norm_before_gate)
+    """:func:`rmsnorm_fn`, but without ``is_rms_norm`` of rows, or groups of them, less their means: a LayerNorm."""
+    return _gated_norm(x, weight, bias, z, eps, group_size, norm_before_gate, center=not is_rms_norm)
 
 
 def rms_norm_fn(
@@ -93,15 +105,21 @@ def rms_norm_fn(
     Raises:
         ValueError: ``dropout_p``, ``return_dropout_mask``, ``rowscale``, or a second x, weight or bias is given.
     """
-    given = {"x1": x1, "weight1": weight1, "bias1": bias1, "rowscale": rowscale, "dropout_p": dropout_p or None}
-    given["return_dropout_mask"] = return_dropout_mask or None
-    for name, value in given.items():
-        if value is not None:
+    more = {"x1": x1, "weight1": weight1, "bias1": bias1, "rowscale": rowscale, "dropout_p": dropout_p}
+    residual_dtype = _residual_dtype(x, residual, residual_in_fp32, more, return_dropout_mask)
+    return quack.rmsnorm(x, weight, bias, residual, None, residual_dtype, eps, prenorm)
+
+
+def _residual_dtype(
+    x: Tensor, residual: Tensor | None, in_fp32: bool, more: dict[str, Any], return_dropout_mask: bool
+) -> torch.dtype | None:
+    """The dtype of the sum, where it is not that of the residual or of x; refuses ``more`` arguments that are given."""
+    for name, value in {**more, "return_dropout_mask": return_dropout_mask}.items():
+        if isinstance(value, Tensor) or value:
             raise ValueError(f"{name} is not supported; leave it out, or call mamba_ssm's own for it")
     if not isinstance(x, Tensor):
         refuse_type("x", x)
-    residual_dtype = accumulator(x.dtype) if residual is None and residual_in_fp32 else None
-    return quack.rmsnorm(x, weight, bias, residual, None, residual_dtype, eps, prenorm)
+    return accumulator(x.dtype) if residual is None and in_fp32 else None
 
 
 def layer_norm_fn(
@@ -120,21 +138,23 @@ def layer_norm_fn(
     is_rms_norm: bool = False,
     return_dropout_mask: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`rms_norm_fn`.
+    """:func:`rms_norm_fn`, but without ``is_rms_norm`` a LayerNorm: :func:`fusednorm.fused_add_layer_norm`.
 
     Raises:
-        ValueError: without ``is_rms_norm``, and as there.
+        ValueError: as there.
     """
-    _check_rms(is_rms_norm)
-    return rms_norm_fn(
-        *(x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, residual_in_fp32),
-        return_dropout_mask,
-    )
-
-
-def _check_rms(is_rms_norm: bool) -> None:
-    if not is_rms_norm:
-        raise ValueError("is_rms_norm must be True: fusednorm has no LayerNorm; call mamba_ssm's own for it")
+    if is_rms_norm:
+        return rms_norm_fn(
+            *(x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, residual_in_fp32),
+            return_dropout_mask,
+        )
+    more = {"x1": x1, "weight1": weight1, "bias1": bias1, "rowscale": rowscale, "dropout_p": dropout_p}
+    dtype = _residual_dtype(x, residual, residual_in_fp32, more, return_dropout_mask)
+    if residual is None:
+        y, total = layer_norm(x, weight, bias, eps), x if dtype is None else x.to(dtype)
+    else:
+        y, total = fused_add_layer_norm(x, residual, weight, bias, eps, round_sum=False)
+    return (y, total) if prenorm else y
 
 
 class RMSNorm(torch.nn.Module):

@@ -90,6 +90,11 @@ def test_mamba_ssm(dtype, group, norm_before_gate, with_bias, with_gate):
     if not with_bias:
         module = loaded(mamba_ssm.RMSNorm(N, EPS, group, norm_before_gate, dtype=dtype), weight)
         same(module(x, z), found.view(ROWS, N))
+    # A LayerNorm of rows whose means, also of groups and times a gate, are exact: it subtracts 3.
+    half = whole(ROWS, N // GROUP, GROUP // 2, seed=4)
+    x, z = torch.cat((half, -half), -1).flatten(1).to(dtype), z if z is None else z[:, :1].expand(ROWS, N)
+    found = mamba_ssm.layernorm_fn(x + 3, weight, bias, z, EPS, **flags)
+    same(found, of_mamba_ssm(x, weight, bias, z, group, norm_before_gate))
 
 
 # FLA

@@ -193,9 +193,11 @@ def test_mamba_ssms_norm(dtype, with_residual, with_bias):
     residual = residual.to(dtype) if with_residual else None
     weight, bias = random(SIZE).to(dtype), random(SIZE, seed=1).to(dtype) if with_bias else None
     total = x.float() if residual is None else x.float() + residual.float()
-    wanted = total * (1 / (total.square().mean(-1, keepdim=True) + EPS).double().sqrt().float()) * weight.float()
-    wanted = (wanted if bias is None else wanted + bias.float()).to(dtype)
-    for function, more in ((mamba_ssm.rms_norm_fn, {}), (mamba_ssm.layer_norm_fn, {"is_rms_norm": True})):
+    centered = total - total.mean(-1, keepdim=True)
+    functions = (mamba_ssm.rms_norm_fn, {}, total), (mamba_ssm.layer_norm_fn, {"is_rms_norm": True}, total)
+    for function, more, row in (*functions, (mamba_ssm.layer_norm_fn, {}, centered)):
+        wanted = row * (1 / (row.square().mean(-1, keepdim=True) + EPS).double().sqrt().float()) * weight.float()
+        wanted = (wanted if bias is None else wanted + bias.float()).to(dtype)
         same(function(x, weight, bias, residual, eps=EPS, **more), wanted)
         y, kept = function(x, weight, bias, residual, eps=EPS, prenorm=True, **more)
         same(y, wanted)
@@ -238,8 +240,7 @@ ERRORS = {
         (lambda: along(0, torch.tensor([0, 3])), "cu_seqlens must end with x's 2 rows, got 3"),
         (lambda: fla.RotaryEmbedding(7), "dim must be even, got 7"),
         (lambda: fla.RotaryEmbedding(8, scale_base=512.0), "scale_base is not supported; leave it out, or"),
-        (lambda: mamba_ssm.layernorm_fn(Q, torch.ones(8), None), "is_rms_norm must be True"),
-        (lambda: mamba_ssm.layer_norm_fn(Q, torch.ones(8), None), "is_rms_norm must be True"),
+        (lambda: mamba_ssm.layer_norm_fn(Q, torch.ones(8), None, weight1=Q), "weight1 is not supported; leave it out"),
         (lambda: mamba_ssm.rms_norm_fn(Q, torch.ones(8), None, x1=Q), "x1 is not supported; leave it out"),
         (lambda: mamba_ssm.rms_norm_fn(Q, torch.ones(8), None, dropout_p=0.1), "dropout_p is not supported"),
         (
