@@ -137,7 +137,6 @@ int fn_is_heard(void);
 /* fast_path_autograd.c */
 /* Keeps torch's functions; 0 with a Python error. */
 int fn_open_autograd(PyObject *tensor_type, PyObject *grad_enabled, PyObject *increment, PyObject *inference_enabled);
-int fn_requires_gradient(PyObject *operand); /* which may be None; -1 with a Python error */
 /* Whether autograd would have to know of a call with these operands, some of them None; -1 with a Python error. */
 int fn_records_gradient(PyObject *const *operands, Py_ssize_t count);
 /* 0 if the outputs that the caller gave may be written; nonzero if Python refuses that, or -1 with a Python error. */
@@ -164,6 +163,7 @@ struct fn_quantized {
     int64_t passed_kind;
     int points; /* whether there are zero points */
 };
+enum { FN_QUANTIZER_OUT_ARGUMENT = 5, FN_QUANTIZER_SCALE_OUT_ARGUMENT };
 void fn_open_quantizer(PyObject *keywords); /* a tuple: for a dtype of each enum fn_byte_kind, for scales and for zero points */
 PyObject *fn_keywords_of_float(void); /* borrowed: of float32 */
 /* Of the dtype of rows that pass to a next step: 1 if they are float, 0 if x's, -1 if it is none of both. */

@@ -14,7 +14,8 @@ int fn_open_autograd(PyObject *tensor_type, PyObject *grad_enabled, PyObject *in
     return requires_grad && get_requires_grad;
 }
 
-int fn_requires_gradient(PyObject *operand) {
+/* Whether an operand, which may be None, requires a gradient; -1 with a Python error. */
+static int requires_gradient(PyObject *operand) {
     if (operand == Py_None) return 0;
     if (!PyObject_TypeCheck(operand, fn_tensor_type)) return 1; /* Python says what it must be */
     return fn_truth(get_requires_grad(requires_grad, operand, (PyObject *)fn_tensor_type));
@@ -23,7 +24,7 @@ int fn_requires_gradient(PyObject *operand) {
 int fn_records_gradient(PyObject *const *operands, Py_ssize_t count) {
     int records = fn_answer(&is_grad_enabled);
     for (Py_ssize_t i = 0; records > 0 && i < count; i++) {
-        const int needed = fn_requires_gradient(operands[i]);
+        const int needed = requires_gradient(operands[i]);
         if (needed) return needed;
     }
     return records < 0 ? records : 0;

@@ -42,12 +42,19 @@ const struct fn_call_kind *fn_call_kind_named(const char *name) {
 
 /* Whether autograd would have to know of the call. An output in place was looked at as x or the residual. */
 static int records_gradient(PyObject *const *arguments, const struct fn_call_kind *kind) {
-    PyObject *operands[EPS + 2];
+    PyObject *operands[EPS + 3];
     int number = 0;
     for (int i = 0; i < EPS; i++)
         if (i < FN_OUT || arguments[i] != arguments[i - FN_OUT]) operands[number++] = arguments[i];
     operands[number++] = arguments[BIAS];
-    if (kind == &fn_call_kinds[GATE]) operands[number++] = arguments[ARGUMENTS];
+    if (kind == &fn_call_kinds[GATE]) {
+        operands[number++] = arguments[ARGUMENTS];
+        operands[number++] = arguments[ARGUMENTS + FN_GATE_OUT_ARGUMENT];
+    }
+    if (kind == &fn_call_kinds[QUANTIZER]) {
+        operands[number++] = arguments[ARGUMENTS + FN_QUANTIZER_OUT_ARGUMENT];
+        operands[number++] = arguments[ARGUMENTS + FN_QUANTIZER_SCALE_OUT_ARGUMENT];
+    }
     if (kind == &fn_call_kinds[TWO_NORMS]) operands[number++] = arguments[FIRST_WEIGHT];
     return fn_records_gradient(operands, number);
 }
@@ -192,8 +199,6 @@ static PyObject *forward(const struct fn_call_kind *kind, PyObject **arguments, 
         others = records_gradient(arguments, kind);
         if (others > 0 && may_record) return Py_NewRef(Py_NotImplemented);
     }
-    /* A gate's output must not require a gradient, whether gradients are recorded or not. */
-    if (!others && gates) others = fn_requires_gradient(arguments[ARGUMENTS + FN_GATE_OUT_ARGUMENT]);
     if (others < 0) return NULL;
     if (others || (triton && !gates && !quantizes && !fn_triton_has(c))) return fn_refuse();
     if (gates) return fn_run_gated(arguments + ARGUMENTS, arguments[FN_X], &t[FN_X], &gated, triton);

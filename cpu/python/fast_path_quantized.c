@@ -10,6 +10,8 @@
  * written to the outputs. The norm's own output receives its rows too.
  */
 enum { PACKED, BETWEEN, NORMALISES, SCALE, ZERO_POINT, OUT, SCALE_OUT, ZERO_POINT_OUT };
+_Static_assert((int)OUT == (int)FN_QUANTIZER_OUT_ARGUMENT && (int)SCALE_OUT == (int)FN_QUANTIZER_SCALE_OUT_ARGUMENT,
+               "fast_path_forward.c looks at these outputs");
 
 /* DLPack's codes for what a quantizer writes, in the order of enum fn_byte_kind. */
 static const uint8_t codes[] = {0, 1, 10, 12};

@@ -16,13 +16,13 @@ from fusednorm.calls.checks import (
     check_activation,
     check_apart,
     check_between,
+    check_dense,
     check_flag,
     check_flags,
     check_gate_numbers,
     check_memory,
     check_operands,
     refuse_grad,
-    refuse_nested,
     refuse_type,
     requires_grad,
 )
@@ -300,8 +300,7 @@ def halves(gate: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
     """
     if not isinstance(gate, Tensor):
         refuse_type("gate", gate)
-    if gate.is_nested:
-        refuse_nested("gate")
+    check_dense("gate", gate)
     if must_be_seen.in_memory(gate):
         check_memory("gate", gate)  # torch would refuse the halves in words of its own
     if gate.dim() == 0 or gate.shape[-1] == 0 or gate.shape[-1] % 2:
@@ -343,8 +342,8 @@ def _run(
         check_operands(first, second, None, out, None, in_memory=listener is None, **names)
     check_activation(gating.activation)
     check_flags(Flags(out_dtype=gating.out_dtype), first, None, out, None, x_name=first_name)
-    records = is_grad_enabled() and requires_grad(y, z, None)
-    if out is not None and (records or out.requires_grad):
+    records = is_grad_enabled() and requires_grad(y, z, out)
+    if out is not None and records:
         refuse_grad(function.__name__)
     if out is not None or gating.out_dtype is None:
         gating = gating._replace(out_dtype=first.dtype if out is None else out.dtype)

@@ -19,6 +19,7 @@ from fusednorm.calls.checks import (
     check_operands,
     check_output,
     check_quantization,
+    refuse_grad,
     refuse_type,
     requires_grad,
 )
@@ -422,6 +423,8 @@ class _Call:
                 "without the quantization"
             )
         quantization, scale, zero_point, *outputs = self.quantizing
+        if is_grad_enabled() and requires_grad(*outputs):
+            refuse_grad(self.function.__name__)
         check_quantization(quantization, x)
         check_given(quantization, scale, zero_point, x, x_name, self.in_memory)
         given = {name: t for name, t in zip(_OUTPUTS, outputs, strict=True) if t is not None}
