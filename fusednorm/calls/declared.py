@@ -282,6 +282,9 @@ class Declaration:
 
     def check_tensors(self, tensors: Mapping[str, Tensor | None], in_memory: bool) -> None:
         """Checks operands, and what goes with them to the gradients' operator, by name."""
+        for name, tensor in tensors.items():
+            if isinstance(tensor, Tensor):
+                check_dense(name, tensor)  # others have no shape that could be asked for
         operands = [tensors[operand.name] for operand in self.operands]
         rows_name, rows = self.decider(operands)
         roles, kept = self.roles, [result.name for result in self.kept]
@@ -331,7 +334,6 @@ def check_role(
         if role not in (Role.IDS, Role.CHOSEN):
             check_floats(name, tensor, rows, rows_name)
         else:
-            check_dense(name, tensor, f"{name}.to_dense() makes one")
             check_device(name, tensor, rows, rows_name)
             if tensor.dtype not in (torch.int32, torch.int64):
                 raise TypeError(f"{name} must be int32 or int64, got {str(tensor.dtype)[6:]}; convert it")

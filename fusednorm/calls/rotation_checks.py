@@ -39,6 +39,11 @@ def check_tables(
     assert cos is not None
     assert sin is not None
     pairs, size = cos.shape[-1] if cos.dim() else 0, x.shape[-1]
+    if size < 2:
+        raise ValueError(
+            f"{x_name} must have heads of at least 2 numbers, which make a pair, got shape {list(x.shape)}; leave such "
+            "heads as they are"
+        )
     if not 1 <= pairs <= size // 2:
         raise ValueError(
             f"cos must have 1 to {size // 2} columns, one for each pair of a head of {size}, got shape "

@@ -11,7 +11,7 @@ from torch.compiler import is_dynamo_compiling
 
 from fusednorm.calls import must_be_seen
 from fusednorm.calls.call import accumulator
-from fusednorm.calls.checks import refuse_type
+from fusednorm.calls.checks import check_dense, refuse_type
 from fusednorm.calls.scalars import number
 from fusednorm.operations.norm import rms_norm
 
@@ -43,6 +43,7 @@ def l2_norm(x: Tensor, eps: float = 1e-6, *, out: Tensor | None = None, out_dtyp
         return must_be_seen.handed_over(l2_norm, (x, out), locals())
     if not isinstance(x, Tensor):
         refuse_type("x", x)
+    check_dense("x", x)
     hidden_size = x.shape[-1] if x.dim() else 1
     if isinstance(hidden_size, Tensor):  # of torch.jit.trace, whose programs have eps as a number
         hidden_size = int(hidden_size)

@@ -13,7 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from fusednorm.calls import must_be_seen
 from fusednorm.calls.c_enums import DeclaredOf
 from fusednorm.calls.call import accumulator
-from fusednorm.calls.checks import check_cap, check_ids, check_temperature, refuse_type
+from fusednorm.calls.checks import check_cap, check_dense, check_ids, check_temperature, refuse_type
 from fusednorm.calls.declared import Declaration, Operand, Result, Role
 from fusednorm.calls.fast_path import Entry
 from fusednorm.calls.scalars import number
@@ -174,11 +174,14 @@ _WITH_ENTROPY = _Operation(
 
 def _of_rows(logits: Tensor, temperature: float | Tensor | None) -> Tensor | None:
     """A temperature for each row of logits."""
-    if not isinstance(temperature, Real | torch.SymFloat | torch.SymInt):
-        one = isinstance(temperature, Tensor) and temperature.dim() == 0 and isinstance(logits, Tensor)
-        return cast(Any, temperature).expand(logits.shape[:-1]) if one and logits.dim() else cast(Any, temperature)
+    one = isinstance(temperature, Tensor) and temperature.dim() == 0
+    if not (one or isinstance(temperature, Real | torch.SymFloat | torch.SymInt)):
+        return cast("Tensor | None", temperature)  # what it is, is checked with the operands
     if not isinstance(logits, Tensor):
         refuse_type("logits", logits)
+    check_dense("logits", logits)
+    if isinstance(temperature, Tensor):
+        return temperature.expand(logits.shape[:-1])
     wide = accumulator(logits.dtype)
     value = number("temperature", temperature, wide)
     if isinstance(value, float) and not 0 < value < math.inf:
@@ -274,8 +277,8 @@ def selected_log_prob_and_entropy(
     """:func:`selected_log_prob`, with its arguments, and the entropy of the softmax of each row.
 
     Returns:
-        The log-probabilities, and [...], the entropies, which are 0 in rows all of whose ids are ignored. Both are
-        float32, or float64 for float64 logits.
+        The log-probabilities, and [...], the entropies, which are 0 in rows all of whose ids are ignored, and
+        where there are none, as for ids of [..., 0]. Both are float32, or float64 for float64 logits.
     """
     return _WITH_ENTROPY(
         "selected_log_prob_and_entropy",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fusednorm.calls.checks import check_dense
 from fusednorm.calls.declared import Declaration, Operand, Result, Role
 from fusednorm.operations.declared import Operation, dtype_of
 from fusednorm.reference import modulation
@@ -54,16 +55,20 @@ def modulate(
         ValueError: shapes, devices or memory do not fit.
     """
     if isinstance(y, Tensor) and isinstance(scale, Tensor) and isinstance(shift, Tensor):
+        check_dense("y", y)
+        check_dense("scale", scale)
+        check_dense("shift", shift)
         scale, shift = _of_samples(scale, y), _of_samples(shift, y)
     out_dtype = dtype_of(out, out_dtype, y, "y")
     return _MODULATE("modulate", y=y, scale=scale, shift=shift, round_steps=round_steps, out=out, out_dtype=out_dtype)
 
 
 def _of_samples(t: Tensor, y: Tensor) -> Tensor:
-    """[B, 1, N] as [B, N]."""
+    """[B, 1, N] as [B, N]; what does not fit y as it is, for the error."""
     if t.dim() != y.dim() or t.shape == y.shape:
         return t
     kept = t.dim() - 1
     while kept and t.shape[kept - 1] == 1:
         kept -= 1
-    return t.reshape(*t.shape[:kept], t.shape[-1])
+    shape = (*y.shape[:kept], y.shape[-1])
+    return t.reshape(shape) if (*t.shape[:kept], t.shape[-1]) == shape else t

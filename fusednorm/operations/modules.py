@@ -13,7 +13,7 @@ import torch
 from torch import Size, Tensor
 from torch.utils.hooks import RemovableHandle
 
-from fusednorm.calls.checks import check_activation, refuse_type
+from fusednorm.calls.checks import check_activation, check_dense, refuse_type
 from fusednorm.operations.layer_norm import fused_add_layer_norm, layer_norm
 from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
 from fusednorm.operations.norm_gated import check_group_size, rms_norm_gated
@@ -33,6 +33,8 @@ def as_rows(x: Tensor, normalized_shape: tuple[int, ...], name: str = "x") -> Te
     """
     if not isinstance(x, (Tensor, torch.fx.Proxy)):
         refuse_type(name, x)
+    if isinstance(x, Tensor):
+        check_dense(name, x)
     dimensions = len(normalized_shape)
     if isinstance(x, Tensor) and (not dimensions or not _ends_in(x, normalized_shape)):
         raise ValueError(
@@ -70,6 +72,7 @@ def as_row(weight: Tensor | None, normalized_shape: tuple[int, ...], name: str =
         return weight
     if not isinstance(weight, Tensor):
         refuse_type(name, weight, "torch.as_tensor makes one")
+    check_dense(name, weight)
     if weight.shape != normalized_shape:
         raise ValueError(
             f"{name} must have the normalized_shape {list(normalized_shape)}, got shape {list(weight.shape)}"

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from every_operation import FUNCTIONS, RIGHT, clones, function_of, tensors, written_by
+from every_operation import FUNCTIONS, MORE, RIGHT, clones, function_of, tensors, without_outputs, written_by
 
 from fusednorm.operations.declared import PUBLIC
 from fusednorm.operations.listed import every
@@ -83,6 +83,28 @@ def test_a_bad_operand_is_named(name, wrong):
             assert re.match(rf"{named} (must|is|has two|has elements)\b", message), (key, message)
             assert key.endswith("out") or re.search(SAID.get(wrong, ""), message), (key, message)
     assert all(operands[key].equal(before[key]) for key in tensors(operands))
+
+
+LAYOUTS = {
+    "nested": lambda t: torch.nested.nested_tensor([t, t]),
+    "jagged": lambda t: torch.nested.nested_tensor([t, t], layout=torch.jagged),
+    "coordinates": lambda t: t.to_sparse(),
+    "compressed": lambda t: t.to_sparse_csr() if t.dim() == 2 else t.to_sparse(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*(nested tensors|Sparse CSR):UserWarning")  # torch's, that they are beta
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", [*FUNCTIONS, *MORE])
+def test_each_layout_but_the_dense_one_is_refused(name, layout):
+    """Before anything else asks for the shape or the memory of such an operand."""
+    function, operands = MORE[name] if name in MORE else (function_of(name), FUNCTIONS[name])
+    for key in tensors(operands)[: 1 if name == "functional" else None]:  # its weight's shape is an argument
+        given = operands if key.endswith("out") else without_outputs(operands)
+        said = "input" if (name, key) == ("functional", "x") else key
+        message = rf"^{said} must be a dense tensor, got .*(\.values\(\)|\.to_dense\(\)|allocate|pass )"
+        with pytest.raises(TypeError, match=message):
+            function(**clones(given) | {key: LAYOUTS[layout](operands[key])})
 
 
 @functions

@@ -124,6 +124,11 @@ def test_gradients_of_a_sample_are_sums_over_its_rows():
             ValueError,
             r"scale must have the shape of y \[5, 7, 96\], or",
         ),
+        (  # as the caller has it, and not without the dimension of one row
+            lambda: modulate(X, RESIDUAL[:3, :1], RESIDUAL),
+            ValueError,
+            r"scale must have the shape of y \[5, 7, 96\], or \[5, 96\] for all rows of a sample, got \[3, 1, 96\]",
+        ),
         (lambda: modulate(X, RESIDUAL, RESIDUAL[..., :5]), ValueError, "shift must have the shape of y"),
         (lambda: modulate(X, RESIDUAL.double(), RESIDUAL), TypeError, "scale is float64 while y is float32"),
         (lambda: modulate(X, 1.0, RESIDUAL), TypeError, "scale must be a torch.Tensor"),

@@ -145,6 +145,9 @@ def test_ignored_rows_are_not_looked_at():
     assert not dx[1:3].any()
     assert dx[::3].isfinite().all()
     assert dx[0].any()
+    lp, entropy = selected_log_prob_and_entropy(leaf, ids[:, None][:, :0])  # as rows all of whose ids are ignored
+    (dx,) = torch.autograd.grad((lp, entropy), leaf, (torch.ones(4, 0), torch.ones(4)))
+    assert (lp.shape, entropy.tolist(), bool(dx.any())) == ((4, 0), [0] * 4, False)
 
 
 def test_what_is_refused_is_named():

@@ -51,6 +51,11 @@ COS, SIN = ANGLES.cos(), ANGLES.sin()
         (lambda: qk_norm_rope(Q, K, norm=False), TypeError, "so there is nothing to do"),
         (lambda: qk_norm_rope(Q, K, positions=torch.arange(4)), TypeError, "positions are given without tables"),
         (lambda: qk_norm_rope(Q, K, sin=SIN), TypeError, "cos must be a torch.Tensor, got NoneType; cos and sin go"),
+        (
+            lambda: rotate(Q[..., :1], COS[:, :1], SIN[:, :1]),
+            ValueError,
+            r"x must have heads of at least 2 numbers, .* got shape \[3, 4, 4, 1\]",
+        ),
         (lambda: rotate(Q, None, None), TypeError, "cos and sin go together: pass both$"),
     ],
 )
