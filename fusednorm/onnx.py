@@ -125,8 +125,8 @@ def translations(*, exact: bool = False) -> dict[Callable[..., Any], Callable[..
             length.
 
     Returns:
-        A function for each operation, by the operation; those of gradients, and those that write to their operands,
-        raise NotImplementedError.
+        A function for each operation, by the operation; those of gradients, those that write to their operands,
+        log-probabilities and ``modulate`` raise NotImplementedError.
 
     Raises:
         ImportError: onnxscript is not installed.
@@ -153,7 +153,9 @@ def _translation(name: str, function: Any, exact: bool) -> Callable[..., Any]:
 def _check_translated(name: str) -> None:
     if name in _TRANSLATED:
         return
-    why = "it computes gradients; export the forward pass of the model"
-    if name in _INSTEAD:
+    why = "none has been written; in the model that is exported, call torch's operations in its place"
+    if name.endswith("backward"):
+        why = "it computes gradients; export the forward pass of the model"
+    elif name in _INSTEAD:
         why = f"it writes to its operands; in the model call {_INSTEAD[name]}, which returns new tensors"
     raise UntranslatedError(f"torch.ops.fusednorm.{name} has no translation to ONNX, because {why}")

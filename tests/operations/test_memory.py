@@ -187,6 +187,22 @@ def test_an_output_is_written_wherever_it_lies_or_refused(table, name, kind):
                 assert kind is not inference, key
 
 
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_outputs_with_gaps(name):
+    """Norms and additions refuse them, and others write them; see docs/faults.md."""
+    function, operands, outputs = public(name)
+    expected = results(function, fresh(operands), outputs)
+    refuses = name.startswith(("rms_norm", "fused_add", "layer_norm", "l2_norm"))
+    refuses = refuses and not {"gated", "scaled"} & {*name.split("_")}  # the latter is a toy
+    for key in outputs:
+        given = fresh(operands, key, every_other)
+        if refuses and (key == "residual_out" or not name.endswith("quant")):
+            with pytest.raises(ValueError, match=f"^{key} is written in place, so its last dimension must be contig"):
+                results(function, given, outputs)
+        else:
+            assert results(function, given, outputs) == expected, key
+
+
 @pytest.mark.parametrize("kind", ELSEWHERE)
 @pytest.mark.parametrize(("table", "name"), EVERY)
 def test_an_operand_elsewhere_is_refused_or_handed_to_torch(table, name, kind):
