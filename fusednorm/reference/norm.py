@@ -144,8 +144,8 @@ def _root_of_float64(value: Tensor) -> Tensor:
     """``torch.sqrt`` on a CPU may be one off here too, so that it is looked at again in whole numbers.
 
     value = w * 2^(2k - 52), with w from 2^52 to 2^54, whose root is that of w * 2^52, times 2^(k - 52). Of the whole
-    number s that is nearest to it, rest = w * 2^52 - s^2 is in (-s, s]: (s + 1/2)^2 is no whole number. One off, rest is
-    beyond that. s is cut in two, so that nothing here is above 2^58.
+    number s that is nearest to it, rest = w * 2^52 - s^2 is in (-s, s]: (s + 1/2)^2 is no whole number. Where s is one
+    off, rest is beyond that. s is cut in two, so that nothing here is above 2^58.
     """
     usual = (value > 0) & (value < math.inf)
     mantissa, exponent = torch.frexp(torch.where(usual, value, 1.0))
