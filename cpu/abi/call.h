@@ -7,6 +7,9 @@
 
 #include "abi/enums.h"
 
+/* Elements in one segment of the spec's summation tree. */
+#define FN_SEGMENT 1024
+
 static inline int fn_element_size(int64_t kind) {
     return kind == FN_NONE ? 0 : kind == FN_F32 ? 4 : kind == FN_F64 ? 8 : 2;
 }

@@ -38,10 +38,10 @@ struct fn_declared {
     struct fn_operand operand[FN_DECLARED_OPERANDS];
 };
 
-/* The room for the sums of a row's segments, and for those of the entropy, in numbers. */
+/* The sums of a row's segments, padded to a power of two. */
 static inline int64_t fn_declared_sums(int64_t hidden) {
     int64_t sums = 8;
-    while (sums * 1024 < hidden) sums *= 2;
+    while (sums * FN_SEGMENT < hidden) sums *= 2;
     return sums;
 }
 
@@ -63,9 +63,27 @@ static inline char *fn_row_of(const struct fn_declared *job, int operand, int64_
 }
 
 /*
- * Computes row m. `sums` has room for twice fn_declared_sums(hidden) numbers. `next`: the row that is read after it and fetched
- * meanwhile, or NULL.
+ * The steps of a row, in their order. Threads may take segments of one row, each step once all have made the step before; one
+ * thread alone finds the numbers.
  */
-typedef void fn_declared_row(const struct fn_declared *job, int64_t m, void *sums, const char *next);
+enum { FN_FIND_GREATEST = 1, FN_SUM_SEGMENTS = 2, FN_FIND_NUMBERS = 4, FN_WRITE_ROW = 8 };
+static inline int fn_declared_steps(const struct fn_declared *job) {
+    const int whole = job->operation == FN_LOG_SOFTMAX;
+    if (job->operation > FN_SELECTED_AND_ENTROPY) return 0; /* what has no steps is not divided */
+    if (job->pass == FN_FORWARD) return FN_FIND_GREATEST | FN_SUM_SEGMENTS | FN_FIND_NUMBERS | (whole ? FN_WRITE_ROW : 0);
+    return (whole && !job->operand[FN_LOG_PROB_DH].kind ? FN_SUM_SEGMENTS : 0) | FN_FIND_NUMBERS | FN_WRITE_ROW;
+}
+
+/* What is done with elements [begin, end) of a row, which are whole segments but for the row's end. */
+struct fn_row_work {
+    int steps;
+    int64_t begin, end;
+    void *shared, *room; /* of all threads that take the row: fn_declared_shared(hidden) numbers; of one: FN_DECLARED_ROOM */
+    const char *next; /* the row that is read after it and fetched meanwhile, or NULL */
+};
+#define FN_DECLARED_ROOM (4 * FN_SEGMENT)
+static inline int64_t fn_declared_shared(int64_t hidden) { return 16 + 3 * fn_declared_sums(hidden); }
+
+typedef void fn_declared_row(const struct fn_declared *job, int64_t m, const struct fn_row_work *work);
 
 #endif

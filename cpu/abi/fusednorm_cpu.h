@@ -18,8 +18,6 @@
 
 enum { FN_ALIGNMENT = 64 }; /* bytes to which buffers are aligned: a cache line */
 
-/* Elements in one segment of the spec's summation tree. */
-#define FN_SEGMENT 1024
 
 /* Calls of fewer elements run on one thread: waking a second one costs more than it saves. */
 #define FN_PARALLEL_ELEMENTS (32 * 1024)

@@ -169,12 +169,12 @@ static const double logarithm_double[] = {
     0x1.7462b4ab2ef6bp-3, 0x1.39fe606542ddep-3, 0x1.2b584aae78a57p-3};
 #include "kernels/log_prob_rows.h"
 
-static void log_prob_row(const struct fn_declared *job, int64_t m, void *sums, const char *next) {
+static void log_prob_row(const struct fn_declared *job, int64_t m, const struct fn_row_work *work) {
     const int whole = job->operation == FN_LOG_SOFTMAX, rows = whole || job->pass == FN_BACKWARD;
     const struct fn_operand *out = &job->operand[FN_LOG_PROB_OUT], *d = &job->operand[FN_LOG_PROB_D];
     const char *const x = fn_row_of(job, FN_LOGITS, m);
     char *const to = rows ? fn_row_of(job, FN_LOG_PROB_OUT, m) : (char *)out->address;
     const char *const from = whole ? fn_row_of(job, FN_LOG_PROB_D, m) : (const char *)d->address;
-    if (job->wide) log_prob_row_double(job, m, x, to, from, sums, next);
-    else log_prob_row_float(job, m, x, to, from, sums, next);
+    if (job->wide) log_prob_row_double(job, m, x, to, from, work);
+    else log_prob_row_float(job, m, x, to, from, work);
 }

@@ -11,59 +11,77 @@ static REAL OF(log_of)(REAL x) {
     return k * OF(ln2_high) + (f - (half - ((half + rest) * s + k * OF(ln2_low)))) + (x - x);
 }
 
-/* A row's logits, and the steps before the softmax. */
+/* A row's logits, and the steps before the softmax; and what is done with it. */
 struct OF(logits) {
-    const char *x, *next; /* next: the row after it, which is fetched, or NULL */
+    const struct fn_row_work *work;
+    const char *x;
     int64_t kind;
     int divides;
     REAL temperature;
     struct fn_gate cap; /* whose limit is 0 where there is none */
 };
 
+/* Elements of a segment, in a thread's room: there is one for each of FN_ROOMS numbers. */
+static REAL *OF(room)(const struct OF(logits) *row, int number) { return (REAL *)row->work->room + number * FN_SEGMENT; }
+
+/* What the threads of a row share: these numbers, and then, for each segment, a place and two sums. */
+enum { OF(AT_M), OF(AT_LOG_S), OF(AT_SUM) = OF(AT_LOG_S), OF(AT_PLACES) };
+static REAL *OF(shared)(const struct OF(logits) *row) { return row->work->shared; }
+static PLACE *OF(places)(const struct OF(logits) *row) { return (PLACE *)row->work->shared + OF(AT_PLACES); }
+static REAL *OF(sums_of)(const struct fn_declared *job, const struct OF(logits) *row, int second) {
+    return OF(shared)(row) + OF(AT_PLACES) + (1 + second) * fn_declared_sums(job->hidden);
+}
+
 /*
- * n numbers from i on as the softmax takes them, at `t` or, where nothing is to be done, in the row itself; `slope` is NULL or
- * receives the softcap's. Of kind BF16P they lie by parity.
+ * n numbers from i on as the softmax takes them, at `t` or, where nothing is to be done, in the row itself; `other` has as much
+ * room, and `slope` is NULL or receives the softcap's. Of kind BF16P they lie by parity.
  */
-static const REAL *OF(numbers)(const struct OF(logits) *row, int64_t kind, int64_t i, int n, REAL *t, REAL *slope) {
+static const REAL *OF(numbers)(const struct OF(logits) *row, int64_t kind, int64_t i, int n, REAL *restrict t, REAL *restrict other,
+                               REAL *slope) {
     const int all = (n + UNIT - 1) / UNIT * UNIT;
     const REAL *const as_it_is = (const REAL *)(const void *)row->x + i;
     if (fn_element_size(kind) == sizeof(REAL) && !row->cap.limit && !row->divides && (uintptr_t)row->x % sizeof(REAL) == 0)
         return as_it_is;
-    OF(widen)(kind, row->x, i, n, t);
+    OF(widen)(kind, row->x, i, n, row->cap.limit ? other : t);
     if (row->cap.limit) {
-        REAL values[FN_SEGMENT];
-        OF(softcap)(&row->cap, t, n, values, slope);
-        for (int j = n; j < all; j++) values[j] = 0;
-        OF(round_tile)(kind, values, all);
-        memcpy(t, values, (size_t)n * sizeof *t);
+        OF(softcap)(&row->cap, other, n, t, slope);
+        for (int j = n; j < all; j++) t[j] = 0;
+        OF(round_tile)(kind, t, all);
     }
     if (row->divides)
         for (int j = 0; j < n; j++) t[j] /= row->temperature;
     return t;
 }
 
-/* The greatest number of a row; some NaN are not found. */
-static REAL OF(greatest_of)(const struct OF(logits) *row, int64_t n) {
-    REAL t[FN_SEGMENT];
-    PLACE most = LEAST_PLACE;
+/* The places of the greatest numbers of these segments in their order, or of several in the first one; some NaN are not found. */
+static void OF(find_greatest)(const struct OF(logits) *row) {
+    const int64_t begin = row->work->begin, end = row->work->end;
+    PLACE *const places = OF(places)(row) + begin / FN_SEGMENT, most;
     /* Division by a number greater than 0 keeps the order. */
     const int in_order = !row->divides || (row->temperature > 0 && row->temperature < INFINITY);
-    if (in_order && !row->cap.limit && OF(greatest_in_memory)(row->kind, row->x, n, &most)) {
+    const int known = in_order && !row->cap.limit &&
+                      OF(greatest_in_memory)(row->kind, row->x + begin * fn_element_size(row->kind), end - begin, &most);
+    if (known) {
         const REAL m = OF(of_order)(most);
-        return row->divides ? m / row->temperature : m;
+        most = OF(order)(row->divides ? m / row->temperature : m);
     }
-    for (int64_t i = 0; i < n; i += FN_SEGMENT) {
-        const int count = n - i < FN_SEGMENT ? (int)(n - i) : FN_SEGMENT;
-        most = OF(greatest)(OF(numbers)(row, row->kind, i, count, t, NULL), count, most);
+    for (int64_t i = begin, segment = 0; i < end; i += FN_SEGMENT, segment++) {
+        const int n = end - i < FN_SEGMENT ? (int)(end - i) : FN_SEGMENT;
+        if (known) places[segment] = segment ? LEAST_PLACE : most;
+        else places[segment] = OF(greatest)(OF(numbers)(row, row->kind, i, n, OF(room)(row, 0), OF(room)(row, 1), NULL), n, LEAST_PLACE);
     }
+}
+
+static REAL OF(greatest_of)(const struct OF(logits) *row, int64_t segments) {
+    PLACE most = LEAST_PLACE;
+    for (int64_t k = 0; k < segments; k++) most = OF(places)(row)[k] > most ? OF(places)(row)[k] : most;
     return OF(of_order)(most);
 }
 
 static int OF(has_nan)(const struct OF(logits) *row, int64_t n) {
-    REAL t[FN_SEGMENT];
     for (int64_t i = 0; i < n; i += FN_SEGMENT) {
         const int count = n - i < FN_SEGMENT ? (int)(n - i) : FN_SEGMENT;
-        const REAL *const v = OF(numbers)(row, row->kind, i, count, t, NULL);
+        const REAL *const v = OF(numbers)(row, row->kind, i, count, OF(room)(row, 0), OF(room)(row, 1), NULL);
         for (int j = 0; j < count; j++)
             if (v[j] != v[j]) return 1;
     }
@@ -82,26 +100,25 @@ static REAL OF(sum_of_sums)(REAL *sums, int64_t count) {
     return sums[0];
 }
 
-/* The sums of the exponentials of each segment; and, where `of_z` has room, those of z. Returns how many there are. */
-static int64_t OF(sums_of_exponentials)(const struct OF(logits) *row, int64_t n, REAL m, REAL *sums, REAL *of_z) {
-    _Alignas(64) REAL t[FN_SEGMENT], e[FN_SEGMENT], z[FN_SEGMENT];
-    int64_t segments = 0;
-    for (int64_t i = 0; i < n; i += FN_SEGMENT, segments++) {
-        const int count = n - i < FN_SEGMENT ? (int)(n - i) : FN_SEGMENT;
+/* The sums of the exponentials of each segment; and, where `of_z` has room, those of z. */
+static void OF(sums_of_exponentials)(const struct OF(logits) *row, REAL m, REAL *sums, REAL *of_z) {
+    REAL *const t = OF(room)(row, 0), *const restrict e = OF(room)(row, 1), *const restrict z = OF(room)(row, 2);
+    const struct fn_row_work *const work = row->work;
+    for (int64_t i = work->begin; i < work->end; i += FN_SEGMENT) {
+        const int count = work->end - i < FN_SEGMENT ? (int)(work->end - i) : FN_SEGMENT;
         const int by_parity = ALL_BF16 == BF16P && row->kind == BF16 && count == FN_SEGMENT;
-        const REAL *const v = OF(numbers)(row, by_parity ? BF16P : row->kind, i, count, t, NULL);
+        const REAL *const v = OF(numbers)(row, by_parity ? BF16P : row->kind, i, count, t, e, NULL);
         OF(exponentials)(v, m, count, e);
-        if (row->next) fetch_row(row->next, i * fn_element_size(row->kind), count * fn_element_size(row->kind));
+        if (work->next) fetch_row(work->next, i * fn_element_size(row->kind), count * fn_element_size(row->kind));
         for (int j = count; j < FN_SEGMENT; j++) e[j] = 0;
         if (of_z) {
             FN_VECTORS()
             for (int j = 0; j < count; j++) z[j] = OF(chosen)(e[j] == 0, 0, e[j] * (v[j] - m));
             for (int j = count; j < FN_SEGMENT; j++) z[j] = 0;
-            of_z[segments] = OF(sum_segment)(by_parity, z);
+            of_z[i / FN_SEGMENT] = OF(sum_segment)(by_parity, z);
         }
-        sums[segments] = OF(sum_segment)(by_parity, e);
+        sums[i / FN_SEGMENT] = OF(sum_segment)(by_parity, e);
     }
-    return segments;
 }
 
 /* Of a part of a row, whose m is given: the sums of its segments, which other parts take. */
@@ -110,43 +127,59 @@ static void OF(log_prob_sums)(const struct fn_declared *job, const struct OF(log
     const int64_t first = at * ((job->hidden + FN_SEGMENT - 1) / FN_SEGMENT);
     REAL *const of_z = o[FN_LOG_PROB_H].kind == NONE ? NULL : (REAL *)o[FN_LOG_PROB_H].address + first;
     const REAL m = ((const REAL *)o[FN_LOG_PROB_M].address)[at];
-    OF(sums_of_exponentials)(row, job->hidden, m, (REAL *)out + first, of_z);
+    OF(sums_of_exponentials)(row, m, (REAL *)out + first, of_z);
 }
 
-static void OF(log_prob_forward)(const struct fn_declared *job, const struct OF(logits) *row, int64_t at, char *out, REAL *sums) {
+/* The numbers of a row, from the sums of its segments. */
+static void OF(log_prob_numbers)(const struct fn_declared *job, const struct OF(logits) *row, int64_t at, char *out) {
     const struct fn_operand *o = job->operand;
-    REAL t[FN_SEGMENT];
-    REAL *const of_z = job->operation == FN_SELECTED_AND_ENTROPY ? sums + fn_declared_sums(job->hidden) : NULL;
-    REAL m = OF(greatest_of)(row, job->hidden);
-    const int64_t segments = OF(sums_of_exponentials)(row, job->hidden, m, sums, of_z);
-    const REAL s = OF(sum_of_sums)(sums, segments), log_s = OF(log_of)(s);
+    const int64_t segments = (job->hidden + FN_SEGMENT - 1) / FN_SEGMENT;
+    REAL m = OF(greatest_of)(row, segments);
+    const REAL s = OF(sum_of_sums)(OF(sums_of)(job, row, 0), segments), log_s = OF(log_of)(s);
     if (s != s && OF(has_nan)(row, job->hidden)) m = (REAL)NAN;
+    OF(shared)(row)[OF(AT_M)] = m;
+    OF(shared)(row)[OF(AT_LOG_S)] = log_s;
     if (o[FN_LOG_PROB_M].kind) {
         ((REAL *)o[FN_LOG_PROB_M].address)[at] = m;
         ((REAL *)o[FN_LOG_PROB_S].address)[at] = s;
     }
     if (job->operation == FN_LOGSUMEXP) {
         ((REAL *)out)[at] = m == INFINITY || m == -INFINITY ? m : m + log_s;
-    } else if (job->operation == FN_LOG_SOFTMAX) {
-        for (int64_t i = 0; i < job->hidden; i += FN_SEGMENT) {
-            const int n = job->hidden - i < FN_SEGMENT ? (int)(job->hidden - i) : FN_SEGMENT;
-            const REAL *const v = OF(numbers)(row, row->kind, i, n, t, NULL);
-            REAL y[FN_SEGMENT];
-            FN_VECTORS()
-            for (int j = 0; j < n; j++) y[j] = (v[j] - m) - log_s;
-            OF(narrow)(o[FN_LOG_PROB_OUT].kind, y, n, out, i);
-        }
-    } else {
+    } else if (job->operation != FN_LOG_SOFTMAX) {
         int counted = 0;
         for (int64_t k = at * job->count; k < (at + 1) * job->count; k++) {
             const int64_t id = fn_id_at(job, k);
             const int ignored = fn_is_ignored(job, id), there = id >= 0 && id < job->hidden;
             REAL lp = ignored ? 0 : (REAL)NAN;
-            if (!ignored && there) lp = (OF(numbers)(row, row->kind, id, 1, t, NULL)[0] - m) - log_s;
+            if (!ignored && there)
+                lp = (OF(numbers)(row, row->kind, id, 1, OF(room)(row, 0), OF(room)(row, 1), NULL)[0] - m) - log_s;
             counted |= !ignored;
             ((REAL *)out)[k] = lp;
         }
-        if (of_z) ((REAL *)o[FN_LOG_PROB_H].address)[at] = counted ? log_s - OF(sum_of_sums)(of_z, segments) / s : 0;
+        if (job->operation == FN_SELECTED_AND_ENTROPY)
+            ((REAL *)o[FN_LOG_PROB_H].address)[at] =
+                counted ? log_s - OF(sum_of_sums)(OF(sums_of)(job, row, 1), segments) / s : 0;
+    }
+}
+
+static void OF(log_prob_forward)(const struct fn_declared *job, const struct OF(logits) *row, int64_t at, char *out) {
+    const struct fn_row_work *const work = row->work;
+    if (work->steps & FN_FIND_GREATEST) OF(find_greatest)(row);
+    if (work->steps & FN_SUM_SEGMENTS) {
+        const REAL m = OF(greatest_of)(row, (job->hidden + FN_SEGMENT - 1) / FN_SEGMENT);
+        REAL *const of_z = job->operation == FN_SELECTED_AND_ENTROPY ? OF(sums_of)(job, row, 1) : NULL;
+        OF(sums_of_exponentials)(row, m, OF(sums_of)(job, row, 0), of_z);
+    }
+    if (work->steps & FN_FIND_NUMBERS) OF(log_prob_numbers)(job, row, at, out);
+    if (!(work->steps & FN_WRITE_ROW)) return;
+    REAL *const t = OF(room)(row, 0), *const restrict y = OF(room)(row, 1);
+    const REAL m = OF(shared)(row)[OF(AT_M)], log_s = OF(shared)(row)[OF(AT_LOG_S)];
+    for (int64_t i = work->begin; i < work->end; i += FN_SEGMENT) {
+        const int n = work->end - i < FN_SEGMENT ? (int)(work->end - i) : FN_SEGMENT;
+        const REAL *const v = OF(numbers)(row, row->kind, i, n, t, y, NULL);
+        FN_VECTORS()
+        for (int j = 0; j < n; j++) y[j] = (v[j] - m) - log_s;
+        OF(narrow)(job->operand[FN_LOG_PROB_OUT].kind, y, n, out, i);
     }
 }
 
@@ -168,45 +201,53 @@ static REAL OF(a_of)(const struct fn_declared *job, int64_t at, int64_t id, REAL
     return own * (1 - p) + others * (0 - p);
 }
 
-static void OF(log_prob_backward)(const struct fn_declared *job, const struct OF(logits) *row, int64_t at, char *dx,
-                                  const char *d, REAL *sums) {
+/* Whether a row of ids has one that is not ignored; and rows of log_softmax. */
+static int OF(is_counted)(const struct fn_declared *job, int64_t at) {
+    int counted = job->operation < FN_SELECTED;
+    for (int64_t k = at * job->count; k < (at + 1) * job->count; k++) counted |= !fn_is_ignored(job, fn_id_at(job, k));
+    return counted;
+}
+
+/* What the gradients of all elements take: the sum of d. */
+static REAL OF(sum_of_d)(const struct fn_declared *job, const struct OF(logits) *row, int64_t at) {
     const struct fn_operand *o = job->operand;
-    _Alignas(64) REAL t[FN_SEGMENT], e[FN_SEGMENT], slope[FN_SEGMENT], dt[FN_SEGMENT];
-    const REAL m = ((const REAL *)o[FN_LOG_PROB_M].address)[at], s = ((const REAL *)o[FN_LOG_PROB_S].address)[at];
+    REAL sum = 0;
+    if (job->operation >= FN_SELECTED) {
+        for (int64_t k = at * job->count; k < (at + 1) * job->count; k++) sum += OF(d_of)(job, k, fn_id_at(job, k));
+        return sum;
+    }
+    if (job->operation == FN_LOGSUMEXP) return (REAL)number_at(&o[FN_LOG_PROB_D], at);
+    if (o[FN_LOG_PROB_DH].kind != NONE) return (REAL)number_at(&o[FN_LOG_PROB_DH], at);
+    return OF(sum_of_sums)(OF(sums_of)(job, row, 0), (job->hidden + FN_SEGMENT - 1) / FN_SEGMENT);
+}
+
+static void OF(log_prob_backward)(const struct fn_declared *job, const struct OF(logits) *row, int64_t at, char *dx, const char *d) {
+    const struct fn_operand *o = job->operand;
+    const struct fn_row_work *const work = row->work;
+    REAL *const t = OF(room)(row, 0), *const restrict e = OF(room)(row, 1), *const restrict dt = OF(room)(row, 2);
+    REAL *const restrict slope = OF(room)(row, 3);
     const int selects = job->operation >= FN_SELECTED, whole = job->operation == FN_LOG_SOFTMAX;
-    const int entropy = selects && o[FN_LOG_PROB_DH].kind != NONE;
+    for (int64_t i = work->begin; work->steps & FN_SUM_SEGMENTS && i < work->end; i += FN_SEGMENT) {
+        const int n = work->end - i < FN_SEGMENT ? (int)(work->end - i) : FN_SEGMENT;
+        OF(widen)(o[FN_LOG_PROB_D].kind, d, i, n, dt);
+        for (int j = n; j < FN_SEGMENT; j++) dt[j] = 0;
+        OF(sums_of)(job, row, 0)[i / FN_SEGMENT] = OF(sum_segment)(0, dt);
+    }
+    if (work->steps & FN_FIND_NUMBERS) OF(shared)(row)[OF(AT_SUM)] = OF(sum_of_d)(job, row, at);
+    if (!(work->steps & FN_WRITE_ROW)) return;
+    const REAL m = ((const REAL *)o[FN_LOG_PROB_M].address)[at], s = ((const REAL *)o[FN_LOG_PROB_S].address)[at];
+    const REAL sum = OF(shared)(row)[OF(AT_SUM)], temperature = row->temperature;
+    const int entropy = selects && o[FN_LOG_PROB_DH].kind != NONE, counted = OF(is_counted)(job, at);
     const REAL dh = entropy ? (REAL)number_at(&o[FN_LOG_PROB_DH], at) : 0, log_s = entropy ? OF(log_of)(s) : 0;
     const REAL h = entropy ? ((const REAL *)o[FN_LOG_PROB_H].address)[at] : 0;
-    REAL sum = 0;
-    int counted = !selects;
-    if (selects) {
-        for (int64_t k = at * job->count; k < (at + 1) * job->count; k++) {
-            const int64_t id = fn_id_at(job, k);
-            sum += OF(d_of)(job, k, id);
-            counted |= !fn_is_ignored(job, id);
-        }
-    } else if (whole && o[FN_LOG_PROB_DH].kind != NONE) {
-        sum = (REAL)number_at(&o[FN_LOG_PROB_DH], at);
-    } else if (whole) {
-        int64_t segments = 0;
-        for (int64_t i = 0; i < job->hidden; i += FN_SEGMENT, segments++) {
-            const int n = job->hidden - i < FN_SEGMENT ? (int)(job->hidden - i) : FN_SEGMENT;
-            OF(widen)(o[FN_LOG_PROB_D].kind, d, i, n, dt);
-            for (int j = n; j < FN_SEGMENT; j++) dt[j] = 0;
-            sums[segments] = OF(sum_segment)(0, dt);
-        }
-        sum = OF(sum_of_sums)(sums, segments);
-    } else {
-        sum = (REAL)number_at(&o[FN_LOG_PROB_D], at);
-    }
-    for (int64_t i = 0; i < job->hidden; i += FN_SEGMENT) {
-        const int n = job->hidden - i < FN_SEGMENT ? (int)(job->hidden - i) : FN_SEGMENT;
+    for (int64_t i = work->begin; i < work->end; i += FN_SEGMENT) {
+        const int n = work->end - i < FN_SEGMENT ? (int)(work->end - i) : FN_SEGMENT;
         if (!counted) {
-            memset(dt, 0, sizeof dt);
+            memset(dt, 0, FN_SEGMENT * sizeof *dt);
             OF(narrow)(o[FN_LOG_PROB_OUT].kind, dt, n, dx, i);
             continue;
         }
-        const REAL *const v = OF(numbers)(row, row->kind, i, n, t, slope);
+        const REAL *const v = OF(numbers)(row, row->kind, i, n, t, e, slope);
         OF(exponentials)(v, m, n, e);
         if (whole) {
             OF(widen)(o[FN_LOG_PROB_D].kind, d, i, n, dt);
@@ -231,7 +272,7 @@ static void OF(log_prob_backward)(const struct fn_declared *job, const struct OF
             }
         }
         if (row->divides)
-            for (int j = 0; j < n; j++) dt[j] /= row->temperature;
+            for (int j = 0; j < n; j++) dt[j] /= temperature;
         if (row->cap.limit) {
             const int all = (n + UNIT - 1) / UNIT * UNIT;
             for (int j = n; j < all; j++) dt[j] = 0;
@@ -242,10 +283,11 @@ static void OF(log_prob_backward)(const struct fn_declared *job, const struct OF
     }
 }
 
-static void OF(log_prob_row)(const struct fn_declared *job, int64_t at, const char *x, char *out, const char *d, void *sums,
-                             const char *next) {
+static void OF(log_prob_row)(const struct fn_declared *job, int64_t at, const char *x, char *out, const char *d,
+                             const struct fn_row_work *work) {
     const struct fn_operand *o = job->operand;
-    struct OF(logits) row = {.x = x, .next = next, .kind = o[FN_LOGITS].kind, .cap = {.limit = job->number[FN_LOG_PROB_SOFTCAP], .between = NONE}};
+    struct OF(logits) row = {.work = work, .x = x, .kind = o[FN_LOGITS].kind,
+                             .cap = {.limit = job->number[FN_LOG_PROB_SOFTCAP], .between = NONE}};
     row.divides = o[FN_LOG_PROB_TEMPERATURE].kind != NONE;
     if (row.divides) row.temperature = (REAL)number_at(&o[FN_LOG_PROB_TEMPERATURE], at);
     if (job->operation == FN_LOGARITHM) {
@@ -253,9 +295,9 @@ static void OF(log_prob_row)(const struct fn_declared *job, int64_t at, const ch
     } else if (job->operation == FN_SUMS) {
         OF(log_prob_sums)(job, &row, at, out);
     } else if (job->pass == FN_BACKWARD) {
-        OF(log_prob_backward)(job, &row, at, out, d, sums);
+        OF(log_prob_backward)(job, &row, at, out, d);
     } else {
-        OF(log_prob_forward)(job, &row, at, out, sums);
+        OF(log_prob_forward)(job, &row, at, out);
     }
 }
 #undef REAL

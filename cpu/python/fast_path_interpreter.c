@@ -57,9 +57,8 @@ int fn_unpack(PyObject *bytes, struct fn_call *calls) {
     return 0;
 }
 
-/* As many as torch has, where more than one pays. */
-static int threads_for(int64_t rows, int64_t elements) {
-    if (rows == 1 || elements < FN_PARALLEL_ELEMENTS) return 1;
+/* As many as torch has; the library takes fewer where a call of this kind has less to divide. */
+static int threads_of_torch(void) {
     PyObject *number = PyObject_CallNoArgs(get_num_threads);
     if (!number) return -1;
     int threads = (int)PyLong_AsLong(number);
@@ -69,10 +68,11 @@ static int threads_for(int64_t rows, int64_t elements) {
 
 int fn_run_in_c(struct fn_call *c, fn_run_fn *run) {
     if (!run) return 1;
-    c->threads = threads_for(c->rows, c->rows * c->hidden);
+    /* Of short calls, asking torch, letting go of the interpreter and waiting for it again would be the longer part. */
+    const int is_short = c->rows * c->hidden < FN_PARALLEL_ELEMENTS;
+    c->threads = is_short ? 1 : threads_of_torch();
     if (c->threads < 0) return -1;
-    /* Of short calls, letting go of the interpreter and waiting for it again would be the longer part. */
-    PyThreadState *state = c->rows * c->hidden >= FN_PARALLEL_ELEMENTS ? PyEval_SaveThread() : NULL;
+    PyThreadState *state = is_short ? NULL : PyEval_SaveThread();
     int failed = run(c);
     if (state) PyEval_RestoreThread(state);
     return failed;

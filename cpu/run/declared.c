@@ -1,4 +1,6 @@
-/* Divides rows of a declared operation among threads. */
+/* Divides rows of a declared operation among threads; or the segments of each row, where there are fewer rows than threads. */
+#include <stdlib.h>
+
 #include "abi/fusednorm_cpu.h"
 #include "run/tuning.h"
 
@@ -6,19 +8,56 @@ struct work {
     const struct fn_declared *job;
     fn_declared_row *row;
     int fetches; /* whether a row is fetched while that before it is computed */
+    int steps;
+    int64_t m; /* the row that is divided */
+    void *shared;
+    size_t room_bytes;
 };
 
-static void run_share(const void *argument, int64_t begin, int64_t end, char *buffer) {
+/* Rows [begin, end). */
+static void run_rows(const void *argument, int64_t begin, int64_t end, char *buffer) {
     const struct work *work = argument;
     const struct fn_declared *job = work->job;
-    for (int64_t m = begin; m < end; m++)
-        work->row(job, m, buffer, work->fetches && m + 1 < end ? fn_row_of(job, 0, m + 1) : NULL);
+    for (int64_t m = begin; m < end; m++) {
+        const char *const next = work->fetches && m + 1 < end ? fn_row_of(job, 0, m + 1) : NULL;
+        const struct fn_row_work row = {work->steps, 0, job->hidden, buffer + work->room_bytes, buffer, next};
+        work->row(job, m, &row);
+    }
+}
+
+/* Segments [begin, end) of a row. */
+static void run_segments(const void *argument, int64_t begin, int64_t end, char *buffer) {
+    const struct work *work = argument;
+    const int64_t hidden = work->job->hidden, last = end * FN_SEGMENT;
+    const struct fn_row_work part = {work->steps, begin * FN_SEGMENT, last < hidden ? last : hidden, work->shared, buffer, NULL};
+    work->row(work->job, work->m, &part);
+}
+
+/* The rows one after the other, each by all threads: a step after the other. Returns as fn_divide does. */
+static int run_divided(struct work *work) {
+    const struct fn_declared *job = work->job;
+    const int64_t segments = (job->hidden + FN_SEGMENT - 1) / FN_SEGMENT;
+    const int steps = work->steps;
+    int failed = 0;
+    for (work->m = 0; work->m < job->rows && !failed; work->m++)
+        for (int step = FN_FIND_GREATEST; step <= steps && !failed; step *= 2) {
+            work->steps = steps & step;
+            const int64_t threads = step == FN_FIND_NUMBERS ? 1 : job->threads;
+            if (work->steps) failed = fn_divide(run_segments, work, segments, job->hidden, threads, work->room_bytes);
+        }
+    return failed;
 }
 
 int fn_run_declared(const void *packed) {
     const struct fn_declared *job = packed;
     const int64_t bytes = job->rows * job->hidden * fn_element_size(job->operand[0].kind);
-    const struct work work = {job, fn_kernels_for(FN_F32)->declared_row, bytes >= fn_tuning()->fetched};
-    const size_t sums = (size_t)(2 * fn_declared_sums(job->hidden)) * (job->wide ? sizeof(double) : sizeof(float));
-    return fn_divide(run_share, &work, job->rows, job->rows * job->hidden, job->threads, sums);
+    const size_t item = job->wide ? sizeof(double) : sizeof(float), shared = item * (size_t)fn_declared_shared(job->hidden);
+    struct work work = {.job = job, .row = fn_kernels_for(FN_F32)->declared_row, .fetches = bytes >= fn_tuning()->fetched,
+                        .steps = fn_declared_steps(job), .room_bytes = item * FN_DECLARED_ROOM};
+    if (!work.steps || job->rows >= job->threads || job->hidden < FN_PARALLEL_ELEMENTS)
+        return fn_divide(run_rows, &work, job->rows, job->rows * job->hidden, job->threads, work.room_bytes + shared);
+    work.shared = malloc(shared);
+    const int failed = !work.shared || run_divided(&work);
+    free(work.shared);
+    return failed;
 }

@@ -353,6 +353,36 @@ def test_no_second_tensor_of_all_rows(monkeypatch):
     assert seen == [1] * 8
 
 
+@pytest.mark.parametrize("dtype", [*WIDE, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [40_000, 40_960])
+def test_a_row_that_is_divided_has_the_same_bits(dtype, size):
+    """Rows with the greatest number and what is not finite in each part, by 1 to 3 threads; the end may be a part of a segment."""
+    logits = torch.randn(8, size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for row, place in enumerate((0, 13_000, 27_000, size - 1)):
+        logits[row, place] = 50.0
+        logits[row + 4, place] = (math.nan, math.inf, -math.inf, -math.nan)[row]
+    logits[3, : size - 1000] = -math.inf
+    ids, before = torch.tensor([27_000]), torch.get_num_threads()
+    softened = {"temperature": 0.7, "softcap": 30.0}
+
+    def results(row, count):
+        torch.set_num_threads(count)
+        x = row.clone().requires_grad_()
+        outputs = [log_softmax(x), logsumexp(x), *selected_log_prob_and_entropy(x, ids, **softened)]
+        found = [*outputs, log_softmax(row), *selected_log_prob_and_entropy(row, ids)]
+        return found + [torch.autograd.grad(y, x, torch.full_like(y, 0.3), retain_graph=True)[0] for y in outputs]
+
+    try:
+        for row in logits[:, None]:
+            wanted = results(row, 1)
+            for count in (2, 3):
+                for found, one in zip(results(row, count), wanted, strict=True):
+                    assert torch.equal(found.nan_to_num(7.0), one.nan_to_num(7.0))
+                    assert torch.equal(found.isnan(), one.isnan())
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_without_a_fast_path(monkeypatch):
     """Names of arguments are taken there too, and nothing is done."""
     monkeypatch.setattr(fast_path, "OPEN", False)
