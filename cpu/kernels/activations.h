@@ -140,11 +140,11 @@ static FN_NOINLINE void OF(activate)(int activation, REAL alpha, const REAL *res
 
 /*
  * A tile of a gate with optional steps: the products in `first`, or, where d is not NULL, the gradients of y and z in `first`
- * and `second`. n is at most FN_GATE_TILE.
+ * and `second`. n is at most OF(steps).
  */
 static FN_NOINLINE void OF(activate_in_steps)(const struct fn_gate *g, const REAL *restrict z, const REAL *restrict y,
                                               const REAL *restrict d, int n, REAL *restrict first, REAL *restrict second) {
-    REAL limited[FN_GATE_TILE], factor[FN_GATE_TILE], slopes[FN_GATE_TILE], a[FN_GATE_TILE];
+    REAL limited[OF(steps)], factor[OF(steps)], slopes[OF(steps)], a[OF(steps)];
     const int limits = g->limit != 0, after = limits && g->flags & FN_CLAMP_AFTER, before = limits && !after;
     const REAL of_z = (REAL)limit_of(g, g->operand[FN_GATE].kind), of_y = (REAL)limit_of(g, g->operand[FN_GATED].kind);
     const REAL of_a = (REAL)limit_of(g, g->between), alpha = (REAL)g->alpha, offset = (REAL)g->up_offset;

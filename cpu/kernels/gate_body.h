@@ -14,6 +14,11 @@ FN_INLINE double f64_of_bits(uint64_t bits) {
     return value;
 }
 
+/*
+ * Gates with many numbers for each element, as those of float64, those with steps and those in turns, take fewer elements
+ * together: `steps_float` and `steps_double`, 1 KiB. Threads may have stacks of 64 KiB.
+ */
+
 /* z * sigmoid(alpha * z), beside the functions that Python knows. */
 enum { SWISH = FN_SOFTCAP + 1 };
 
@@ -41,7 +46,7 @@ static void activate_any_double(int activation, double alpha, const double *z, i
 #define OF(name) name##_float
 #define bits_of_float bits_of_f32
 #define number_of_float f32_of_bits
-enum { mantissa_float = 23, bias_float = 127 };
+enum { mantissa_float = 23, bias_float = 127, steps_float = FN_GATE_TILE / 2 };
 #define together_float UNIT
 static const float least_float = -110.0f, low_float = -80.0f, rounder_float = 12582912.0f; /* 1.5 * 2^23 */
 static const float log2_e_float = 0x1.715476p+0f, ln2_high_float = 0x1.62e4p-1f, ln2_low_float = 0x1.7f7d1cp-20f;
@@ -71,7 +76,7 @@ static void activate_any_float(int activation, float alpha, const float *z, int 
 #define OF(name) name##_double
 #define bits_of_double bits_of_f64
 #define number_of_double f64_of_bits
-enum { mantissa_double = 52, bias_double = 1023, together_double = 8 };
+enum { mantissa_double = 52, bias_double = 1023, steps_double = FN_GATE_TILE / 4, together_double = 8 };
 static const double least_double = -760.0, low_double = -680.0, rounder_double = 6755399441055744.0; /* 1.5 * 2^52 */
 static const double log2_e_double = 0x1.71547652b82fep+0, ln2_high_double = 0x1.62e42fefa38p-1;
 static const double ln2_low_double = 0x1.ef35793c7673p-45;
@@ -204,7 +209,7 @@ static void activate_tile(const struct fn_gate *g, int kind, const void *gate, i
 
 /* A tile with optional steps. Those that need no numbers of a whole tile are made as the plain gate is, with a few operations more. */
 static FN_NOINLINE void gate_in_steps(const struct fn_gate *g, char *const *at, int n) {
-    _Alignas(64) float z[FN_GATE_TILE], y[FN_GATE_TILE], d[FN_GATE_TILE], first[FN_GATE_TILE], second[FN_GATE_TILE];
+    _Alignas(64) float z[steps_float], y[steps_float], d[steps_float], first[steps_float], second[steps_float];
     const struct fn_operand *o = g->operand;
     const int backward = g->pass == FN_BACKWARD;
     if (!(g->flags & (FN_CLAMP_AFTER | FN_ROUND_STEPS))) {
@@ -278,12 +283,12 @@ static void widen_tile_to_f64(const struct fn_operand *o, const char *row, int n
 
 /* The same in float64; the function's value is never rounded there. */
 static void gate_double(const struct fn_gate *g, char *const *at, int n, double *kept) {
-    double z[FN_GATE_TILE], y[FN_GATE_TILE], values[FN_GATE_TILE], slopes[FN_GATE_TILE];
+    double z[steps_double], y[steps_double], values[steps_double], slopes[steps_double];
     const struct fn_operand *o = g->operand;
     const int backward = g->pass == FN_BACKWARD, all = (n + together_double - 1) / together_double * together_double;
-    double *const a = kept ? kept : values, *const slope = kept ? kept + FN_GATE_TILE : slopes;
+    double *const a = kept ? kept : values, *const slope = kept ? kept + steps_double : slopes;
     if (fn_gate_has_steps(g)) {
-        double d[FN_GATE_TILE];
+        double d[steps_double];
         widen_tile_to_f64(&o[FN_GATE], at[FN_GATE], n, all, z);
         widen_tile_to_f64(&o[FN_GATED], at[FN_GATED], n, all, y);
         if (backward) widen_tile_to_f64(&o[FN_GATE_D], at[FN_GATE_D], n, all, d);
@@ -340,7 +345,7 @@ static FN_NOINLINE void bring_together(int64_t size, const char *restrict even, 
 
 /* A tile in turns. */
 static FN_NOINLINE void gate_in_turns(const struct fn_gate *g, char *const *at, int n) {
-    _Alignas(64) char z[FN_GATE_TILE * sizeof(double)], y[sizeof z], dz[sizeof z], dy[sizeof z];
+    _Alignas(64) char z[steps_float * sizeof(float)], y[sizeof z], dz[sizeof z], dy[sizeof z];
     const int64_t size = fn_element_size(g->operand[FN_GATE].kind);
     const int backward = g->pass == FN_BACKWARD;
     const struct fn_ahead nothing = {0};
@@ -353,8 +358,10 @@ static FN_NOINLINE void gate_in_turns(const struct fn_gate *g, char *const *at, 
 }
 
 void FN_OF(gate_run)(const struct fn_gate *g, char *const *at, int64_t n, void *kept, const struct fn_ahead *ahead) {
-    for (int64_t done = 0; done < n; done += FN_GATE_TILE) {
-        const int count = (int)(n - done < FN_GATE_TILE ? n - done : FN_GATE_TILE);
+    const int narrow = g->flags & FN_IN_TURNS || fn_gate_has_steps(g) ? (int)steps_float : (int)FN_GATE_TILE;
+    const int tile_size = g->wide ? (int)steps_double : narrow;
+    for (int64_t done = 0; done < n; done += tile_size) {
+        const int count = (int)(n - done < tile_size ? n - done : tile_size);
         char *tile[FN_GATE_OPERANDS];
         for (int i = 0; i < FN_GATE_OPERANDS; i++)
             tile[i] = at[i] ? at[i] + done * fn_gate_step(g, i) * fn_element_size(g->operand[i].kind) : NULL;

@@ -80,8 +80,11 @@ const char *fn_openmp_path(void) {
 
 #endif
 
-/* Buffers up to this size lie on the stack of the thread that uses them. */
-enum { STACK_BYTES = 48 * 1024 };
+/*
+ * Buffers up to this size lie on the stack of the thread that uses them: those of a row of 4096. With 16 KiB for kernels, and
+ * what Python takes, threads need no more than 64 KiB.
+ */
+enum { STACK_BYTES = 20 * 1024 };
 
 struct division {
     fn_share *share;

@@ -4,10 +4,13 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
 from fusednorm.backends import cpu
+
+TESTS = Path(__file__).parents[1]
 
 pytestmark = pytest.mark.skipif(cpu.openmp() == "", reason="torch has no OpenMP runtime here, so there are no threads")
 
@@ -89,3 +92,51 @@ def test_data_loader_workers_do_not_hang():
     print(sum(batch.sum().item() > 0 for batch in loader))
     """)
     assert out == "4\n"
+
+
+def test_one_row_is_divided_among_threads():
+    """Gates, log-probabilities and their gradients: each call may use one thread more than the one before."""
+    out = python("""
+    import fusednorm as f
+    torch.set_num_threads(1)
+    x, ids = torch.randn(1, 40_000), torch.tensor([3])
+    logits = x.clone().requires_grad_()
+    recorded = [f.log_softmax(logits), f.logsumexp(logits), f.selected_log_prob(logits, ids)]
+    calls = [lambda: f.gelu(x), lambda: f.silu_and_mul(x, x), lambda: f.softcap(x, 30.0), lambda: f.log_softmax(x)]
+    calls += [lambda: f.logsumexp(x), lambda: f.selected_log_prob_and_entropy(x, ids)]
+    calls += [lambda y=y: y.backward(torch.ones_like(y)) for y in recorded]
+    threads, before = lambda: len(os.listdir("/proc/self/task")), []
+    for count, call in enumerate(calls, start=2):
+        torch.set_num_threads(count)
+        before.append(threads())
+        call()
+    print([after - before[0] for after in [*before, threads()]])
+    """)
+    assert out == f"{list(range(10))}\n"
+
+
+def test_threads_with_small_stacks():
+    """64 KiB, as Python may be asked to give them: every function, with optional steps, in float32 and in float64."""
+    python(f"""
+    import threading
+    sys.path[:0] = {[str(TESTS), str(TESTS / "operations")]!r}
+    import every_operation as every
+    from every_operation import called, clones, function_of, without_outputs
+    calls = [(function_of(name), without_outputs(operands)) for name, operands in every.FUNCTIONS.items()]
+    calls += every.MORE.values()
+    wide = lambda t: t.double() if t.is_floating_point() else t.clone()
+    every_type = [(call, [clones(given), clones(given, wide)]) for call, given in calls]
+    torch.set_num_threads(1)
+    def run():
+        for call, operands in every_type:
+            for given in operands:
+                for _ in range(2):  # the first call opens the fast path
+                    try:
+                        called(call, given)
+                    except (TypeError, ValueError):  # no such call in float64
+                        break
+    threading.stack_size(64 * 1024)
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    """)
