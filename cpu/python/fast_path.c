@@ -6,6 +6,8 @@
  */
 #include "python/fast_path.h"
 
+#include "machine/pages.h"
+
 static PyObject *open_fast_path(PyObject *module, PyObject *arguments) {
     (void)module;
     PyObject *capsule, *types[2], *callables[7], *asked[4], *operands, *dtypes, *of_norms;
@@ -99,6 +101,8 @@ static PyMethodDef methods[] = {
     {"gate_backward", (PyCFunction)(void (*)(void))fn_gate_backward_on_fast_path, METH_FASTCALL,
      "gate_backward(type of device, d, y, z, dy, dz, activation, number of the dtype between)\n--\n\nWhether the gradients of "
      "a gate were written; if not, Python must make the call."},
+    {"expect_writes", (PyCFunction)(void (*)(void))fn_expect_writes_of, METH_FASTCALL,
+     "expect_writes(address, bytes)\n--\n\nAsks for huge pages for new memory of NEW_BYTES or more."},
     {"is_direct", (PyCFunction)(void (*)(void))is_direct, METH_FASTCALL,
      "is_direct(*arguments of an operator)\n--\n\nWhether the operator may run past torch's dispatcher."},
     {NULL, NULL, 0, NULL},
@@ -110,6 +114,7 @@ PyMODINIT_FUNC PyInit__fast_path(void) {
     PyObject *module = PyModule_Create(&definition), *kinds = module ? kinds_of_calls() : NULL;
     if (module && PyModule_AddObjectRef(module, "kinds", kinds)) Py_CLEAR(module);
     Py_XDECREF(kinds);
+    if (module && PyModule_AddIntConstant(module, "NEW_BYTES", FN_NEW_BYTES)) Py_CLEAR(module);
 #ifdef Py_GIL_DISABLED
     /* Static variables are written while the module that opens the fast path is imported; cuda_launch.c locks its kernels. */
     if (module && PyUnstable_Module_SetGIL(module, Py_MOD_GIL_NOT_USED) < 0) Py_CLEAR(module);

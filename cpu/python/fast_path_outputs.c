@@ -92,6 +92,16 @@ int fn_make_numbers(output *out, PyObject *x, const tensor *x_tensor, const int6
     return read_output(out, x_tensor);
 }
 
+PyObject *fn_expect_writes_of(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
+    (void)module;
+    if (!fn_takes("expect_writes", count, 2)) return NULL;
+    const unsigned long long begin = PyLong_AsUnsignedLongLong(arguments[0]);
+    const long long bytes = PyLong_AsLongLong(arguments[1]);
+    if (PyErr_Occurred()) return NULL;
+    fn_expect_writes((uintptr_t)begin, bytes);
+    Py_RETURN_NONE;
+}
+
 PyObject *fn_hand_out(output *outputs, int count, int failed) {
     PyObject *result = NULL;
     if (!failed) failed = fn_count_writes(outputs, count);

@@ -3,7 +3,6 @@
 
 #include "abi/fusednorm_cpu.h"
 #include "machine/ieee.h"
-#include "machine/pages.h"
 #include "run/tuning.h"
 
 enum { ROW_BLOCKS = 1 << FN_LEVELS };
@@ -268,12 +267,6 @@ int fn_backward(const struct fn_call *c) {
     if (!allocated) return 1;
     call.sums = (char *)fn_round_up((int64_t)(uintptr_t)allocated, FN_ALIGNMENT);
     call.scratch = call.sums + sums_bytes;
-    fn_expect_writes(o[FN_DX].address, c->rows * call.job.dx_stride); /* gradients are always new */
-    fn_expect_writes(o[FN_DRESIDUAL].address, c->rows * call.job.dresidual_stride);
-    for (int i = FN_GATED_D; gated && i <= FN_GATE_DZ; i++) {
-        const struct fn_operand *gradient = &call.gating.gate->operand[i];
-        fn_expect_writes(gradient->address, c->rows * hidden * fn_element_size(gradient->kind));
-    }
     fn_parallel(run_thread, &call, threads);
     if (parameters) {
         fn_fp_state state = fn_enter_ieee();

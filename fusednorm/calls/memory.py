@@ -1,9 +1,10 @@
-"""How rows lie in memory: the strides from row to row, and which operands share memory."""
+"""How rows lie in memory: the strides from row to row, and which operands share memory; and new memory for results."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +12,32 @@ from torch import Tensor
 
 from fusednorm.calls.call import Forward, Strides
 
+try:
+    _extension: Any = import_module("fusednorm._fast_path")
+except ImportError:  # the cpu backend says why
+    _extension = None
+
 #: The strides of an operand that is absent.
 ABSENT: Strides = (0, 0)
+
+
+def new(shape: Sequence[int], dtype: torch.dtype | None, device: torch.device) -> Tensor:
+    """A new contiguous tensor, which is to be written."""
+    return _to_be_written(torch.empty(shape, dtype=dtype, device=device))
+
+
+def new_like(like: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A new contiguous tensor of the same shape, which is to be written."""
+    if dtype is like.dtype and like.is_contiguous():
+        return _to_be_written(torch.empty_like(like))  # which takes half as long as with arguments
+    return _to_be_written(torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format))
+
+
+def _to_be_written(tensor: Tensor) -> Tensor:
+    """The tensor; of a large one on a CPU the first writes find huge pages, where Linux has them."""
+    if type(tensor) is Tensor and tensor.is_cpu and _extension and tensor.nbytes >= _extension.NEW_BYTES:
+        _extension.expect_writes(tensor.data_ptr(), tensor.nbytes)
+    return tensor
 
 
 class Rows(NamedTuple):

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from fusednorm.calls.call import DeclaredCall, Flags, Step, operation_of, unusual
 from fusednorm.calls.checks import check_kept
 from fusednorm.calls.declared import Declaration, Role
-from fusednorm.calls.memory import in_levels, packed
+from fusednorm.calls.memory import in_levels, new, new_like, packed
 from fusednorm.engine.choose import Chosen
 from fusednorm.engine.execute import whole_of
 
@@ -43,10 +42,8 @@ class Kernel:
         if backend is None:
             return declaration.formula(*arguments)
         results = {
-            result.name: torch.empty(
-                declaration.shape(result.role, operands),
-                dtype=declaration.dtype(result, operands, flags),
-                device=rows.device,
+            result.name: new(
+                declaration.shape(result.role, operands), declaration.dtype(result, operands, flags), rows.device
             )
             for result in declaration.results
         }
@@ -127,7 +124,7 @@ def gradient(
     if backend is None:
         return None
     check_kept([*incoming.values()], [*others.values()])
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = new_like(x, x.dtype)
     if any(d is not None and not d.numel() for d in incoming.values()):
         return out.zero_()
     make(backend, name, {**others, **incoming}, {"out": out}, {*of_rows, "out"}, flags, True, part)

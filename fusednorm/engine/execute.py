@@ -46,7 +46,7 @@ from fusednorm.calls.checks import (
     check_rows_to_write,
     refuse_layout,
 )
-from fusednorm.calls.memory import ABSENT, Layout, in_levels, lies_in_rows, packed, two_levels
+from fusednorm.calls.memory import ABSENT, Layout, in_levels, lies_in_rows, new_like, packed, two_levels
 from fusednorm.calls.quantization import Quantization, groups_of, is_given
 from fusednorm.calls.scalars import number
 from fusednorm.engine import fast_path
@@ -238,13 +238,6 @@ def of_all_heads(weight: Tensor | None) -> Tensor | None:
     if weight is None:
         return None
     return packed(weight.reshape(-1) if weight.dim() == 2 and weight.shape[0] == 1 else weight)
-
-
-def new_like(like: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A new contiguous tensor of the same shape."""
-    if dtype is like.dtype and like.is_contiguous():
-        return torch.empty_like(like)  # which takes half as long as with arguments
-    return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def backward(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fusednorm.calls.call import BackwardCall, Forward, ForwardCall, Operation, Quantize
+from fusednorm.calls.memory import new
 from fusednorm.calls.process import NotYetError
 from fusednorm.engine.checked_backend import FirstCalls
 from fusednorm.reference import norm as reference
@@ -136,7 +137,7 @@ class Composition:
         norm, rest = _first_norm_and_rest(call.operation)
         assert call.residual is not None
         assert call.residual_out is not None
-        rows = torch.empty(call.x.shape, dtype=norm.out, device=norm.device)
+        rows = new(call.x.shape, norm.out, norm.device)
         packed = (call.inner * norm.hidden_size, norm.hidden_size)
         first = Forward(
             *(call.x, None, call.first_weight, rows, None, None, norm, call.rows, call.inner),
@@ -164,7 +165,7 @@ class Composition:
         if not _is_affine(operation):
             serving.forward(inner)
             return
-        rows = torch.empty(call.x.shape, dtype=norm.out, device=norm.device)
+        rows = new(call.x.shape, norm.out, norm.device)
         strides = (*inner.strides[:2], packed, call.strides[3])
         serving.forward(inner._replace(weight=None, out=rows, weight_offset=0.0, strides=strides))
         assert call.out is not None
@@ -208,7 +209,7 @@ class Meanwhile:
         if isinstance(call, Quantize) and call.norm is not None and not self._takes(call.norm.operation):
             norm = call.norm
             if norm.out is None:
-                rows = torch.empty(norm.x.shape, dtype=norm.operation.out, device=norm.x.device)
+                rows = new(norm.x.shape, norm.operation.out, norm.x.device)
                 packed = (norm.inner * call.hidden_size, call.hidden_size)
                 norm = norm._replace(out=rows, strides=(*norm.strides[:2], packed, norm.strides[3]))
             self._by_the_other(norm)

@@ -4,8 +4,12 @@ Never a crash, never an operand left out. Calls are made three times: the first 
 """
 
 import contextlib
+import os
 import re
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -310,3 +314,50 @@ def test_what_was_kept_and_then_freed_is_refused(kind, name, backend, again, lis
             storage.copy_(numbers)  # some are kept for all calls
     assert all(re.match(message, refusal) for refusal in refusals), refusals
     assert refusals or not count
+
+
+HUGE = """
+import re, sys
+sys.path[:0] = {paths!r}
+import torch
+from every_operation import DIFFERENTIATED, FUNCTIONS, called, clones, function_of, gradients, without_outputs
+LARGE = 4 << 20
+def grown(t):
+    size = next((d for d in range(t.dim()) if t.shape[d] == 4), None)
+    return t.clone() if size is None else t.repeat_interleave(50_000, size)
+def advised(t):
+    lines = open("/proc/self/smaps").read().splitlines()
+    inside, middle = False, t.data_ptr() + t.nbytes // 2
+    for line in lines:
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= middle < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return "hg" in line.split()
+for name in {names}:
+    operands = clones(without_outputs(FUNCTIONS[name]), grown)
+    plain = called(function_of(name), operands)
+    leaves = [operands[key].requires_grad_() for key in DIFFERENTIATED[name]]
+    outputs = called(function_of(name), operands)
+    found = {{"plain": plain, "recorded": outputs}}
+    found["gradients"] = gradients(outputs, leaves)
+    wrong = [kind for kind, those in found.items() for t in those if t.nbytes >= LARGE and not advised(t)]
+    if wrong: print(name, *wrong)
+"""
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="Linux may have no huge pages")
+def test_large_results_are_written_to_huge_pages():
+    """Results, also those that are recorded, and gradients, each in a mapping of its own whose flags Linux tells.
+
+    But for what torch's own operations compute: an addition of rows, and formulas that no kernel serves.
+    """
+    of_torch = {"rms_norm_add", "modulate"}
+    names = [name for name in DIFFERENTIATED if name in fusednorm.__all__ and name not in of_torch]
+    tests = Path(__file__).parents[1]
+    program = HUGE.format(paths=[str(tests), str(tests / "operations")], names=names)
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000", "FUSEDNORM_BACKEND": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
