@@ -42,6 +42,7 @@ struct fn_forward_job {
     size_t affine;
     int from_memory; /* whether x and residual come from memory */
     int64_t ahead; /* they are fetched so many bytes ahead */
+    int fetches_next; /* whether the last pass over a row fetches the next one */
     int overlaps; /* whether passes over different rows may be made together */
     int two_norms_overlap; /* the same, of two norms with an addition between them */
     int affine_as_is; /* whether long rows take a weight and a bias as they are, if these are of out's kind */

@@ -91,7 +91,7 @@ CENTERED_KINDS(SUMS_OF_ROW)
 /* Third pass over the rows, each from its end to its beginning, as scale_row. Of float half of the next row is fetched: all was slower. */
 FN_INLINE void normalise_rows(int h, int norm, int affine, int out, const struct fn_forward_job *job, const struct batch *batch) {
     int64_t head = job->first_row % batch->affine->heads;
-    const int ahead = fetches_next_row(job);
+    const int ahead = job->fetches_next;
     for (int64_t k = 0; k < batch->rows; k++, head = head_after(batch->affine, head)) {
         const struct scale s = scale_at(affine, job, batch, k, head, ahead);
         const U less = u_set1(-batch->mean[k]), rstd = u_set1(s.rstd);

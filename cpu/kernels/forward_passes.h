@@ -193,7 +193,7 @@ FN_INLINE U sum_short_segment(int x, int residual, int round_sum, const struct r
 FN_INLINE float sum_row(int x, int residual, int round_sum, int from_memory, const struct row *row, int64_t hidden,
                         int norm, int affine, const struct scale *previous) {
     int64_t segments = hidden / FN_SEGMENT, sums = segments, i = segments * FN_SEGMENT;
-    if (READS_AHEAD && x == F32 && residual != BF16 && residual != F16 && row->ahead && !from_memory)
+    if (READS_AHEAD && x == F32 && residual != BF16 && residual != F16 && !from_memory)
         sum_segments_in_cache(x, residual, round_sum, row, segments, norm, affine, previous);
     else
         FN_UNSWITCH(!STREAMS && (residual == NONE ? x : residual) != F32 && row->extra,

@@ -65,11 +65,6 @@ FN_INLINE void sum_rows(int x, int residual, int round_sum, const struct fn_forw
     }
 }
 
-/* Whether the next row is fetched: if it comes from memory, is long enough for that to matter, and short enough for the second cache. */
-FN_INLINE int fetches_next_row(const struct fn_forward_job *job) {
-    return job->ahead && job->from_memory && job->hidden >= FN_SEGMENT && job->hidden <= 8 * FN_SEGMENT;
-}
-
 /* Row k of a batch, for its last pass. */
 FN_INLINE struct scale scale_at(int affine, const struct fn_forward_job *job, const struct batch *batch, int64_t k, int64_t head,
                                 int ahead) {
@@ -91,7 +86,7 @@ FN_INLINE struct scale scale_at(int affine, const struct fn_forward_job *job, co
 FN_INLINE void scale_rows(int h, int norm, int weight, int affine, int out, const struct fn_forward_job *job,
                           const struct batch *batch) {
     const int64_t hidden = job->hidden;
-    const int ahead = fetches_next_row(job);
+    const int ahead = job->fetches_next;
     int64_t head = affine ? job->first_row % batch->affine->heads : 0;
     for (int64_t k = 0; k < batch->rows; k++, head = affine ? head_after(batch->affine, head) : 0) {
         const struct scale s = scale_at(affine, job, batch, k, head, ahead);

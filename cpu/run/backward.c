@@ -236,7 +236,7 @@ int fn_backward(const struct fn_call *c) {
                 .d_total_jump = bytes_of_jump(c, FN_D_RESIDUAL_OUT), .h_jump = bytes_of_jump(c, FN_H), .inner = c->inner,
                 .dx_stride = hidden * fn_element_size(o[FN_DX].kind),
                 .dresidual_stride = hidden * fn_element_size(o[FN_DRESIDUAL].kind),
-                .weight_offset = fn_without_payload(c->weight_offset), .ahead = fn_tuning()->ahead},
+                .weight_offset = fn_without_payload(c->weight_offset), .ahead = fn_tuning()->ahead[(c->flags & FN_CENTER) != 0]},
         .rows = rows,
         .width = 1,
         .kernels = fn_kernels_for((int)o[FN_DY].kind),

@@ -123,7 +123,6 @@ static void prepare(struct part *part, const struct fn_call *c) {
         .kernels = fn_kernels_for((int)o[FN_X].kind),
     };
     const int64_t read = fn_element_size(o[FN_X].kind) + fn_element_size(o[FN_RESIDUAL].kind);
-    part->job.ahead = fn_tuning()->ahead;
     part->job.from_memory = c->rows * c->hidden * read >= fn_tuning()->from_memory;
 }
 

@@ -105,7 +105,7 @@ static size_t prepare(struct run *run, int set, int from_memory) {
         .out_stride = run->passes ? r->size * fn_element_size(r->between) : h->out_head_stride * out_item,
         .eps = fn_without_payload(r->eps), .weight_offset = fn_without_payload(r->weight_offset),
         .heads = h->weight_stride ? h->count : 1, .weight_stride = h->weight_stride * fn_element_size(h->weight_kind),
-        .from_memory = from_memory, .ahead = fn_tuning()->ahead,
+        .from_memory = from_memory, .ahead = fn_tuning()->ahead[0],
     };
     const size_t bytes = fn_scratch_bytes(job);
     if (job->heads == 1) return bytes;

@@ -17,7 +17,7 @@ static int always(void) { return 1; }
 /* The last row that fits is the processor's. */
 static const struct fn_tuning rows_of_table[] = {
     /* Two norms overlap from memory, so that it is read while there is arithmetic to do. */
-    {"any", always, SAME, .ahead = 1 KB, .overlap = FN_ALWAYS, .last_cache = 8 MB, .overlap_beyond = {FN_ALWAYS, FN_ALWAYS},
+    {"any", always, SAME, .ahead = {1 KB, 1 KB}, .fetches_next = {1, 1}, .overlap = FN_ALWAYS, .last_cache = 8 MB, .overlap_beyond = {FN_ALWAYS, FN_ALWAYS},
      .overlap_sum_beyond = {FN_ALWAYS, FN_ALWAYS}, .two_norms = {FN_NEVER, FN_ALWAYS}, .two_norms_f32 = {FN_NEVER, FN_ALWAYS},
      .widened = FN_ALWAYS},
 #if defined(FN_X86_64)
@@ -26,7 +26,7 @@ static const struct fn_tuning rows_of_table[] = {
      * 4096 took 1.2 to 1.5 times as long. Outputs that bypass the caches leave room for longer rows. It executes 512-bit
      * conversions of float16 in two halves: with them, rows of 4096 took a quarter longer than by AVX2.
      */
-    {"zen4", fn_has_zen4, SAME, .with = "zen4", .f16 = "avx2", .ahead = 0, .overlap = FN_ALWAYS, .last_cache = 8 MB,
+    {"zen4", fn_has_zen4, SAME, .with = "zen4", .f16 = "avx2", .ahead = {0, 1 KB}, .fetches_next = {0, 1}, .overlap = FN_ALWAYS, .last_cache = 8 MB,
      .overlap_beyond = {4 KB, 8 KB}, .overlap_sum_beyond = {FN_ALWAYS, FN_ALWAYS}, .two_norms = {FN_NEVER, FN_ALWAYS},
      .two_norms_f32 = {FN_NEVER, FN_ALWAYS}, .widened = FN_ALWAYS},
     /*
@@ -35,7 +35,7 @@ static const struct fn_tuning rows_of_table[] = {
      * in the caches too, by 3 to 12 %, and in float32 up to a quarter; but it reads long rows of float32 slower then. With
      * long rows of bfloat16 a weight and a bias as they are took up to a third less time.
      */
-    {"zen5", fn_is_zen5, SAME, .ahead = 1 KB, .overlap = 16 KB, .last_cache = 32 MB, .overlap_beyond = {FN_ALWAYS, FN_ALWAYS},
+    {"zen5", fn_is_zen5, SAME, .ahead = {1 KB, 1 KB}, .fetches_next = {1, 1}, .overlap = 16 KB, .last_cache = 32 MB, .overlap_beyond = {FN_ALWAYS, FN_ALWAYS},
      .overlap_sum_beyond = {FN_NEVER, 2048}, .two_norms = {FN_ALWAYS, FN_ALWAYS}, .two_norms_f32 = {2048, 1024},
      .widened = 2048},
 #endif
@@ -66,14 +66,14 @@ static int is_input(const struct fn_call *calls, int count, uintptr_t address) {
     return 0;
 }
 
-/* Whether the outputs of the last call are large, made of whole cache lines, and not in the caches already as inputs. */
-/* Others compute longer than memory takes, and from memory such stores took twice the time. */
+/* Other gates compute longer than memory takes, and from memory such stores took twice the time. */
 int fn_gate_bypasses_cache(const struct fn_gate *g) {
     const struct fn_operand *out = &g->operand[FN_GATE_OUT];
     if (g->activation != FN_RELU2 || out->kind != FN_BF16 || g->operand[FN_GATED].kind || g->pass == FN_BACKWARD || out->address % FN_ALIGNMENT) return 0;
     return out->address != g->operand[FN_GATE].address && g->hidden * fn_element_size(out->kind) >= in_use.from_memory;
 }
 
+/* Whether the outputs of the last call are large, made of whole cache lines, and not in the caches already as inputs. */
 int fn_bypasses_cache(const struct fn_call *calls, int count) {
     const struct fn_call *c = &calls[count - 1];
     const struct fn_operand *o = c->operand;
@@ -99,6 +99,11 @@ static int overlaps(const struct fn_forward_job *job, int64_t rows) {
 
 void fn_tune(struct fn_forward_job *job, int64_t rows) {
     const int64_t *const two_norms = job->x_kind == FN_F32 ? in_use.two_norms_f32 : in_use.two_norms;
+    const int centered = (job->flags & FN_CENTER) != 0;
+    job->ahead = in_use.ahead[centered];
+    /* Rows that are long enough for that to matter, and short enough for the second cache. */
+    const int fits = job->hidden >= FN_SEGMENT && job->hidden <= 8 * FN_SEGMENT;
+    job->fetches_next = in_use.fetches_next[centered] && job->from_memory && fits;
     job->overlaps = overlaps(job, rows);
     job->two_norms_overlap = job->hidden <= two_norms[job->from_memory];
     /* The first cache would not hold both as float and long rows too. Conversions of float16, and those of AVX2, take longer. */

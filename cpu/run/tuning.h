@@ -20,7 +20,11 @@ struct fn_tuning {
      */
     int64_t from_memory;
     int64_t past_caches;
-    int64_t ahead; /* AVX-512's kernels fetch what they read so many bytes ahead */
+    /*
+     * Rows that are normalised as they are, and less their means: AVX-512's kernels fetch what they read so many bytes ahead; and
+     * whether the last pass over rows from memory fetches the next ones.
+     */
+    int64_t ahead[2], fetches_next[2];
 
     /*
      * The longest rows whose passes are made together with those of other rows. In bytes of x and its residual: of rows of

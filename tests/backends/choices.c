@@ -31,7 +31,8 @@ static void say(const char *isa, const char *what, const char *rest) {
 
 static void say_forward(const char *isa, const char *what, const struct fn_forward_job *job, int64_t rows) {
     char rest[200];
-    snprintf(rest, sizeof rest, "%s%s%s%s%s, %d rows", job->from_memory ? ", from memory" : "", job->overlaps ? ", overlaps" : "",
+    snprintf(rest, sizeof rest, "%s%s%s%s%s%s%s, %d rows", job->ahead ? ", ahead" : "",
+             job->fetches_next ? ", fetches next" : "", job->from_memory ? ", from memory" : "", job->overlaps ? ", overlaps" : "",
              job->two_norms_overlap ? ", two overlap" : "", job->affine_as_is ? ", affine as is" : "",
              job->bypass_cache ? ", past caches" : "", (int)rows);
     say(isa, what, rest);
@@ -148,12 +149,13 @@ static void rotation(struct fn_call *packed) {
                                     .out = (uintptr_t)OUT << 36, .out_stride = hidden, .out_head_stride = 128};
 }
 
-enum { NORM, IN_PLACE, TWO_NORMS, QUANTIZED, GATE, GATE_AFTER, GATE_BEFORE, GRADIENTS, OF_GATE_AFTER, OF_GATE_BEFORE, ROTATION, OPERATIONS };
-static const char *const operations[] = {"norm", "norm in place", "two norms", "norm, quantized", "gate", "norm, gate", "gate, norm",
+enum { NORM, IN_PLACE, CENTERED, TWO_NORMS, QUANTIZED, GATE, GATE_AFTER, GATE_BEFORE, GRADIENTS, OF_GATE_AFTER, OF_GATE_BEFORE, ROTATION, OPERATIONS };
+static const char *const operations[] = {"norm", "norm in place", "norm, centered", "two norms", "norm, quantized", "gate", "norm, gate", "gate, norm",
                                          "gradients", "gradients of norm, gate", "gradients of gate, norm", "norm, rotation"};
 
 static void run(int operation) {
     struct fn_call packed[FN_PACKED + 1] = {norm(operation == IN_PLACE)};
+    if (operation == CENTERED) packed[0].flags |= FN_CENTER;
     if (operation == TWO_NORMS) {
         packed[1] = packed[0];
         packed[0].operand[FN_RESIDUAL] = packed[0].operand[FN_RESIDUAL_OUT] = (struct fn_operand){0};
