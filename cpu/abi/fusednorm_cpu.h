@@ -18,6 +18,8 @@
 
 enum { FN_ALIGNMENT = 64 }; /* bytes to which buffers are aligned: a cache line */
 
+/* Fewer rows are not worth widening the weight for; a block of a chain has at least so many. */
+enum { FN_ONE_KIND_ROWS = 4 };
 
 /* Calls of fewer elements run on one thread: waking a second one costs more than it saves. */
 #define FN_PARALLEL_ELEMENTS (32 * 1024)
@@ -34,7 +36,7 @@ struct fn_forward_job {
     double eps, weight_offset;
     /*
      * A bias, or rows of the weight and of the bias for each of `heads` heads: row i takes row (first_row + i) % heads of
-     * an operand whose stride is not 0. `affine` is where in scratch the kernels keep such rows as float; 0: neither.
+     * an operand whose stride is not 0. `affine` is where in scratch the kernels keep such rows, or a weight, as float; 0: neither.
      */
     int bias_kind;
     const void *bias;
@@ -63,7 +65,11 @@ typedef int fn_two_norms_rows(const struct fn_forward_job *first, const struct f
                               int64_t end, void *scratch, float *gain);
 
 size_t fn_scratch_bytes(const struct fn_forward_job *job);
-size_t fn_affine_bytes(const struct fn_forward_job *job); /* of job->affine */
+/* Whether each row takes a row of a weight and of a bias as float; and the room for them, job->affine, behind so many bytes. */
+static inline int fn_has_affine_rows(const struct fn_forward_job *job) {
+    return job->bias_kind || job->heads > 1 || job->flags & FN_CENTER;
+}
+size_t fn_make_room_for_affine(struct fn_forward_job *job, int64_t rows, size_t bytes); /* returns the bytes of both */
 
 static inline int64_t fn_round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 

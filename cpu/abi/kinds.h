@@ -6,9 +6,9 @@
 
 /*
  * BF16P: bfloat16 by parity, where the first half of a unit holds the even elements and the second half
- * the odd ones. It is used only if every operand of the call is bfloat16. Then all operands have the
- * same order, and every NaN that is narrowed was widened from bfloat16 or made by the processor, so
- * that its low 16 bits are zero. Tables have KINDS entries; float64 is in none of them.
+ * the odd ones. It is used only if every operand of the call is bfloat16, but for a weight or a bias of float, which are put
+ * into this order and lose the payloads of NaN. Then all operands have the same order, and every NaN that is narrowed was
+ * widened from bfloat16 or made by the processor, so that its low 16 bits are zero. Tables have KINDS entries; float64 is in none of them.
  *
  * ANY: known when the program runs. A branch for each unit costs little beside a loop for each pair of kinds. A weight may
  * also be one of out's kind WITH_OFFSET.

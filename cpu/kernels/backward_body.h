@@ -193,6 +193,16 @@ static const void *as_float(int kind, const void *row, float *room, int64_t n) {
     return room;
 }
 
+/* Floats that lie by parity; exactly n elements are written. */
+static void take_in_order(const float *from, int64_t n, float *to) {
+    float last[UNIT];
+    const int64_t whole = n / UNIT * UNIT;
+    order_again(from, whole, to);
+    if (whole == n) return;
+    order_again(from + whole, UNIT, last);
+    memcpy(to + whole, last, (size_t)(n - whole) * sizeof *to);
+}
+
 /* Rounds floats that u_mul or u_add made; exactly n elements are written. */
 static void from_float(int kind, const float *from, void *row, int64_t n) {
     if (kind == FN_F32) memcpy(row, from, (size_t)n * sizeof *from);
@@ -205,8 +215,8 @@ static int kind_of_rows(const struct fn_backward_job *job) {
     int kind = job->dy_kind;
     int same = job->h_kind == kind && (!job->dx || job->dx_kind == kind) && !job->dresidual &&
                (!job->d_total || job->d_total_kind == kind);
-    if (ALL_BF16 == BF16P && kind == BF16 && (!job->weight || job->weight_kind == BF16) &&
-        (!job->dbias || job->bias_kind == BF16))
+    if (ALL_BF16 == BF16P && kind == BF16 && (!job->weight || job->weight_kind == BF16 || job->weight_kind == F32) &&
+        (!job->dbias || job->bias_kind == BF16 || job->bias_kind == F32))
         kind = BF16P;
     if (job->center && !FN_OF(centered_passes).sum[kind]) return NONE;
     return same ? kind : NONE;
@@ -409,22 +419,25 @@ void FN_OF(backward_flush)(const struct fn_backward_job *job, struct fn_backward
 
 /* Run once by each thread: the gains, in the order in which rows read them. */
 void FN_OF(backward_begin)(const struct fn_backward_job *job, void *scratch) {
-    const int kind = kind_of_rows(job) == BF16P ? (int)BF16P : job->weight_kind;
+    const int by_parity = kind_of_rows(job) == BF16P;
     if (!job->weight) return;
     for (int64_t head = 0; head < job->heads; head++) {
         const void *weight = (const char *)job->weight + head * job->hidden * fn_element_size(job->weight_kind);
+        float *const gains = backward_scratch(job, scratch).gains + head * job->gain_stride;
         if (job->wide) begin_f64(job, weight, gains_f64(job, scratch) + head * job->gain_stride);
-        else widen_weight(kind, weight, (float)job->weight_offset, 1, job->hidden,
-                          backward_scratch(job, scratch).gains + head * job->gain_stride);
+        else if (by_parity) widen_by_parity(job->weight_kind, weight, (float)job->weight_offset, 1, job->hidden, gains);
+        else widen_weight(job->weight_kind, weight, (float)job->weight_offset, 1, job->hidden, gains);
     }
 }
 
-/* A parameter's gradient from a row of sums for each head, rounded to the parameter's type. */
+/* A parameter's gradient from a row of sums for each head, rounded to the parameter's type. The sums have whole units. */
 static void round_sums(const struct fn_backward_job *job, int kind, const char *sums, char *into) {
     const int64_t n = job->hidden;
+    const int by_parity = kind_of_rows(job) == BF16P;
     for (int64_t head = 0; head < job->heads; head++, into += n * fn_element_size(kind)) {
         if (job->wide) narrow_from_f64(kind, (const double *)sums + head * job->gain_stride, into, n);
-        else if (kind_of_rows(job) == BF16P) convert(F32, BF16P, (const float *)sums + head * job->gain_stride, into, n);
+        else if (by_parity && kind == BF16) convert(F32, BF16P, (const float *)sums + head * job->gain_stride, into, n);
+        else if (by_parity) take_in_order((const float *)sums + head * job->gain_stride, n, (float *)into);
         else from_float(kind, (const float *)sums + head * job->gain_stride, into, n);
     }
 }

@@ -3,9 +3,6 @@
  * of three strategies (forward_strategies.h), and kernel_tables.h has the functions for the kinds of the operands.
  */
 
-/* Fewer rows are not worth widening the weight for. */
-enum { ONE_KIND_ROWS = 4 };
-
 /* How the rows of a job are computed. */
 struct plan {
     int x, residual, weight, out; /* the operands' kinds: BF16P for BF16 where rows are taken by parity */
@@ -13,30 +10,34 @@ struct plan {
     int gain; /* the weight as tables have it: its kind, WITH_OFFSET, or ANY */
     int round_sum, offset; /* whether h is the rounded sum and not itself float; whether the weight has an offset */
     int center; /* whether rows are normalised less their means */
+    int ordered; /* whether the weight, of float, is put into the order of rows that are read by parity */
     int h, keep; /* the kind that the second pass reads h in; whether the first pass keeps it in scratch, as float */
 };
 
-static int by_parity(const struct fn_forward_job *job) {
+/* Whether a weight or a bias may be of this kind where rows are read by parity: if there are few, float is not put into order. */
+static int fits_parity(int kind, int64_t rows) { return kind == NONE || kind == BF16 || (kind == F32 && rows >= FN_ONE_KIND_ROWS); }
+
+static int by_parity(const struct fn_forward_job *job, int64_t rows) {
     if (job->flags & FN_CENTER && job->residual_kind && !(job->flags & FN_ROUND_SUM)) return 0; /* there are no such passes */
     return ALL_BF16 == BF16P && job->x_kind == FN_BF16 && job->out_kind == FN_BF16 &&
            (job->residual_kind == FN_NONE || job->residual_kind == FN_BF16) &&
-           (job->weight_kind == FN_NONE || job->weight_kind == FN_BF16) &&
-           (job->bias_kind == FN_NONE || job->bias_kind == FN_BF16);
+           fits_parity(job->weight_kind, rows) && fits_parity(job->bias_kind, rows);
 }
 
-static struct plan plan_of(const struct fn_forward_job *job) {
+static struct plan plan_of(const struct fn_forward_job *job, int64_t rows) {
     struct plan p = {
         .x = job->x_kind, .residual = job->residual_kind, .weight = job->weight_kind, .out = job->out_kind,
     };
-    if (by_parity(job)) {
+    if (by_parity(job, rows)) {
         p.x = p.out = BF16P;
         if (p.residual) p.residual = BF16P;
-        if (p.weight) p.weight = BF16P;
+        p.ordered = p.weight == F32;
+        if (p.weight == BF16) p.weight = BF16P;
     }
     const int rounded_to = job->flags & FN_GATE_BEFORE ? p.out : p.x;
     if (job->flags & FN_ROUND_NORM && rounded_to != F32) p.norm = rounded_to;
     p.round_sum = job->flags & FN_ROUND_SUM && p.residual != NONE && p.residual != F32;
-    p.offset = p.weight != NONE && (float)job->weight_offset != 0;
+    p.offset = p.weight != NONE && !p.ordered && (float)job->weight_offset != 0;
     p.gain = !p.offset ? p.weight : p.weight == p.out ? (int)WITH_OFFSET : (int)ANY;
     /* h is an operand, unless it is a sum before rounding. The second pass reads an operand of out's kind, or float. */
     int operand = p.residual ? p.residual : p.x;
@@ -48,10 +49,16 @@ static struct plan plan_of(const struct fn_forward_job *job) {
     return p;
 }
 
+/* The weight plus its offset, or a bias, as float, in the order of rows that go to `out`. */
+static void widen_affine(int out, int kind, const void *weight, float offset, float fill, int64_t hidden, float *g) {
+    if (out == BF16P) widen_by_parity(kind, weight, offset, fill, hidden, g);
+    else widen_weight(kind, weight, offset, fill, hidden, g);
+}
+
 /* The weight plus its offset, as float: in scratch, unless the weight is that already. Ones if there is no weight. */
 static const void *float_weight(const struct fn_forward_job *job, const struct plan *p, float *scratch) {
-    if (p->weight == F32 && !p->offset) return job->weight;
-    widen_weight(p->weight, job->weight, (float)job->weight_offset, 1, job->hidden, scratch);
+    if (p->weight == F32 && !p->offset && !p->ordered) return job->weight;
+    widen_affine(p->out, p->weight, job->weight, (float)job->weight_offset, 1, job->hidden, scratch);
     return scratch;
 }
 
@@ -62,25 +69,26 @@ static const void *float_weight(const struct fn_forward_job *job, const struct p
 static struct affine affine_of(const struct fn_forward_job *job, const struct plan *p, int as_is, float *scratch) {
     const int64_t room = fn_float_row(job->hidden);
     const float offset = (float)job->weight_offset;
-    const int bias = p->out == BF16P && job->bias_kind ? BF16P : job->bias_kind;
+    const int bias = p->out == BF16P && job->bias_kind == BF16 ? BF16P : job->bias_kind;
     scale_fn *const known = p->center ? FN_OF(centered_passes).as_is[p->norm][p->out]
                                       : second_passes_to(p->out)->affine_as_is[p->norm][p->out];
     as_is = as_is && p->weight == p->out && bias == p->out && !p->offset && p->h == p->out && known;
     struct affine a = {job->weight, job->bias, job->weight_stride, job->bias_stride, job->heads, as_is};
     if (as_is) return a;
-    if (p->weight != F32 || p->offset) {
+    if (p->weight != F32 || p->offset || p->ordered) {
         a.gain = (const char *)scratch;
         a.gain_stride = job->weight_stride ? (int64_t)sizeof(float) * room : 0;
         for (int64_t h = 0; h < (job->weight_stride ? job->heads : 1); h++)
-            widen_weight(p->weight, (const char *)job->weight + h * job->weight_stride, offset, 1, job->hidden,
+            widen_affine(p->out, p->weight, (const char *)job->weight + h * job->weight_stride, offset, 1, job->hidden,
                          scratch + h * room);
     }
     scratch += job->heads * room;
-    if (bias != F32) {
+    if (bias != F32 || p->out == BF16P) {
         a.bias = (const char *)scratch;
         a.bias_stride = job->bias_stride ? (int64_t)sizeof(float) * room : 0;
         for (int64_t h = 0; h < (job->bias_stride ? job->heads : 1); h++)
-            widen_weight(bias, (const char *)job->bias + h * job->bias_stride, 0, -0.0f, job->hidden, scratch + h * room);
+            widen_affine(p->out, bias, (const char *)job->bias + h * job->bias_stride, 0, -0.0f, job->hidden,
+                         scratch + h * room);
     }
     return a;
 }
@@ -235,7 +243,7 @@ void FN_OF(forward_rows)(const struct fn_forward_job *job, int64_t begin, int64_
         FN_TAKEN(forward_rows_f64)(job, begin, end, scratch);
         return;
     }
-    const struct plan p = plan_of(job);
+    struct plan p = plan_of(job, end - begin);
 #if defined(REST)
     const int adds_f16 = ADDS_F16 && p.x == F16 && p.residual == F16 && p.round_sum && p.out == F16 && !p.center;
     if (p.x != BF16P && !adds_f16) {
@@ -252,13 +260,19 @@ void FN_OF(forward_rows)(const struct fn_forward_job *job, int64_t begin, int64_
         scale_only(&p, job, begin, end);
         return;
     }
-    const int is_short = job->hidden < FN_SEGMENT, few = end - begin < ONE_KIND_ROWS;
+    const int is_short = job->hidden < FN_SEGMENT, few = end - begin < FN_ONE_KIND_ROWS;
     int one_kind = !p.center && !few && p.x == p.out && p.h == p.out && !p.keep &&
                    FN_OF(overlaps)[p.x][p.residual != NONE][0][NONE] && /* BF16 has none where BF16P has */
                    (is_short || job->overlaps);
     struct affine rows;
     const struct affine *affine = NULL;
-    if (job->affine) {
+    struct fn_forward_job in_order;
+    if (p.ordered && !fn_has_affine_rows(job)) { /* the weight takes the place of the one that is not in order */
+        in_order = *job;
+        in_order.weight = float_weight(job, &p, (float *)((char *)scratch + job->affine));
+        job = &in_order;
+        p.ordered = 0;
+    } else if (fn_has_affine_rows(job)) {
         const int as_is = few || (!is_short && job->affine_as_is && (OVERLAPS_AS_IS || !one_kind));
         rows = affine_of(job, &p, as_is, (float *)((char *)scratch + job->affine));
         affine = &rows;

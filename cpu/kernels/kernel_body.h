@@ -201,6 +201,31 @@ FN_INLINE void round_to_f32(const char *row, int64_t n, float *out) {
     for (int64_t i = 0; i < n; i++) out[i] = (float)f64_at(row, i);
 }
 
+/* Elements in the order of rows that are read by parity, and in their own order again; in whole units. */
+FN_INLINE void order_by_parity(const float *from, int64_t n, float *to) {
+    for (int64_t i = 0; i < n; i += UNIT) {
+        FN_VECTORS()
+        for (int k = 0; k < UNIT / 2; k++) {
+            to[i + k] = from[i + 2 * k];
+            to[i + UNIT / 2 + k] = from[i + 2 * k + 1];
+        }
+    }
+}
+FN_INLINE void order_again(const float *by_parity, int64_t n, float *to) {
+    for (int64_t i = 0; i < n; i += UNIT) {
+        FN_VECTORS()
+        for (int k = 0; k < UNIT / 2; k++) {
+            to[i + 2 * k] = by_parity[i + k];
+            to[i + 2 * k + 1] = by_parity[i + UNIT / 2 + k];
+        }
+    }
+}
+
+/* Rows that are read by parity are rounded in integers, which carries a NaN with a long payload into -0. */
+FN_INLINE void drop_payloads(float *row, int64_t n) {
+    for (int64_t i = 0; i < n; i++) row[i] = row[i] == row[i] ? row[i] : NAN;
+}
+
 /* The gain (weight + offset), or a bias, as float, in whole units; filled if there is none. */
 static void widen_weight(int kind, const void *weight, float offset, float fill, int64_t hidden, float *g) {
     for (int64_t i = 0; i < hidden; i += UNIT) {
@@ -208,6 +233,22 @@ static void widen_weight(int kind, const void *weight, float offset, float fill,
         U u = kind == NONE ? u_set1(fill) : load_any(kind, weight, i, n);
         if (offset != 0 && kind != NONE) u = u_add(u, u_set1(offset));
         u_store(F32, g, i, UNIT, u);
+    }
+}
+
+/* The same for rows of bfloat16 that are read by parity; of a kind that is not, it is put into their order. */
+static void widen_by_parity(int kind, const void *weight, float offset, float fill, int64_t hidden, float *g) {
+    if (kind == BF16 || kind == BF16P || kind == NONE) {
+        widen_weight(kind == NONE ? (int)NONE : (int)ALL_BF16, weight, offset, fill, hidden, g);
+        return;
+    }
+    const U more = u_set1(offset != 0 ? offset : -0.0f);
+    float unit[UNIT];
+    for (int64_t i = 0; i < hidden; i += UNIT) {
+        const int n = hidden - i < UNIT ? (int)(hidden - i) : UNIT;
+        u_store(F32, unit, 0, UNIT, u_add(load_any(kind, weight, i, n), more));
+        drop_payloads(unit, UNIT);
+        order_by_parity(unit, UNIT, g + i);
     }
 }
 

@@ -31,7 +31,9 @@
 #if defined(BF16_BY_PARITY)
 #define SUMS_BY_PARITY(fn) fn(BF16P, NONE, UNROUNDED) fn(BF16P, BF16P, UNROUNDED) fn(BF16P, BF16P, ROUNDED)
 #define SCALES_OF_ANY_BY_PARITY(fn, weight, bias) fn(F32, ANY, weight, bias, BF16P) fn(BF16P, ANY, weight, bias, BF16P)
+#define SCALES_IN_ORDER(fn) SCALES_OF(fn, BF16P, F32)
 #else
+#define SCALES_IN_ORDER(fn)
 #define SUMS_BY_PARITY(fn)
 #define SCALES_OF_ANY_BY_PARITY(fn, weight, bias)
 #endif
@@ -40,7 +42,7 @@
 #define SUMS(fn) SUMS_OF(fn, F32) SUMS_OF(fn, F16) SUMS_OF(fn, BF16) SUMS_BY_PARITY(fn)
 #define SCALES(fn)                                                                                            \
     fn(F32, NONE, F32, NONE, F32) SCALES_OF(fn, F16, F16) SCALES_OF(fn, ALL_BF16, ALL_BF16)                   \
-    SCALES_OF(fn, F16, F32) SCALES_OF(fn, BF16, F32)                                                          \
+    SCALES_OF(fn, F16, F32) SCALES_OF(fn, BF16, F32) SCALES_IN_ORDER(fn)                                      \
     fn(F32, NONE, WITH_OFFSET, NONE, F32) WITH_OFFSET_OF(fn, F16) WITH_OFFSET_OF(fn, ALL_BF16)                \
     fn(F32, NONE, NONE, NONE, F32) fn(F16, NONE, NONE, NONE, F16) fn(ALL_BF16, NONE, NONE, NONE, ALL_BF16)
 #define SCALES_OF_ANY(fn) SCALES_OF_ANY_OF(fn, ANY, NONE) SCALES_OF_ANY_OF(fn, F32, F32)
@@ -60,7 +62,7 @@
 #define IF_ADDS_F16(...)
 #endif
 #define SUMS(fn) IF_ADDS_F16(fn(F16, F16, ROUNDED)) SUMS_BY_PARITY(fn)
-#define SCALES(fn) SCALES_OF(fn, BF16P, BF16P) WITH_OFFSET_OF(fn, BF16P) fn(BF16P, NONE, NONE, NONE, BF16P)
+#define SCALES(fn) SCALES_OF(fn, BF16P, BF16P) SCALES_IN_ORDER(fn) WITH_OFFSET_OF(fn, BF16P) fn(BF16P, NONE, NONE, NONE, BF16P)
 #define SCALES_OF_ANY(fn) SCALES_OF_ANY_BY_PARITY(fn, ANY, NONE) SCALES_OF_ANY_BY_PARITY(fn, F32, F32)
 #define AFFINE_AS_IS(fn) AFFINE_AS_IS_OF(fn, BF16P)
 #define ONE_KIND(fn, bias) IF_ADDS_F16(fn(bias, F16, F16, NONE) fn(bias, F16, F16, F16)) ONE_KIND_OF(fn, bias, BF16P)

@@ -29,15 +29,6 @@ static void widen_table(int64_t kind, const void *from, int64_t n, float *to) {
     }
 }
 
-/* One element for each pair, in the order of rows that are read by parity; `from` and `to` have whole units. */
-static void order_by_parity(const float *from, int64_t n, float *to) {
-    for (int64_t i = 0; i < n; i += UNIT)
-        for (int k = 0; k < UNIT / 2; k++) {
-            to[i + k] = from[i + 2 * k];
-            to[i + UNIT / 2 + k] = from[i + 2 * k + 1];
-        }
-}
-
 /* One element for each number; that of a pair's first number is multiplied by `sign`. */
 static void order_of_pairs(int by_parity, float sign, const float *from, int64_t n, float *to) {
     if (!by_parity) {
@@ -56,10 +47,6 @@ static void order_of_pairs(int by_parity, float sign, const float *from, int64_t
     }
 }
 
-/* Rows that are read by parity are rounded in integers, which carries a NaN with a long payload into -0. */
-static void drop_payloads(float *row, int64_t n) {
-    for (int64_t i = 0; i < n; i++) row[i] = row[i] == row[i] ? row[i] : NAN;
-}
 
 /* `scratch` has room for fn_table_bytes(size). */
 static struct table table_of(const struct fn_rotation *r, const void *cos, const void *sin, float *scratch) {
@@ -78,7 +65,7 @@ static struct table table_of(const struct fn_rotation *r, const void *cos, const
         widen_table(kind, from, r->pairs, room);
         if (by_parity && kind != FN_BF16) drop_payloads(room, r->pairs);
         if (interleaved) order_of_pairs(by_parity, k ? -1.0f : 1.0f, room, r->pairs, to);
-        else order_by_parity(room, r->pairs, to);
+        else order_by_parity(room, r->pairs, to); /* one element for each pair */
     }
     return (struct table){scratch, scratch + row, 0};
 }

@@ -214,11 +214,11 @@ int FN_OF(two_norms_rows)(const struct fn_forward_job *first, const struct fn_fo
     const int64_t hidden = next->hidden, kept = (int64_t)sizeof(float) * fn_kept(hidden);
     const int64_t segments = (hidden + FN_SEGMENT - 1) / FN_SEGMENT;
     if (hidden < FN_SEGMENT) return 0; /* a chain halves the sums of several short rows together */
-    if (first->flags & FN_SCALE_ONLY || next->affine || next->rstd || next->residual_kind != kind || next->out_kind != kind) return 0;
-    if (kind == FN_F64 || (kind != FN_F32 && (!(next->flags & FN_ROUND_SUM) || end - begin < ONE_KIND_ROWS))) return 0;
+    if (first->flags & FN_SCALE_ONLY || fn_has_affine_rows(next) || next->rstd || next->residual_kind != kind || next->out_kind != kind) return 0;
+    if (kind == FN_F64 || (kind != FN_F32 && (!(next->flags & FN_ROUND_SUM) || end - begin < FN_ONE_KIND_ROWS))) return 0;
     struct fn_forward_job before = *first, after = *next; /* as if no other kind passed between them */
     before.out_kind = after.x_kind = kind;
-    const struct plan a = plan_of(&before), b = plan_of(&after);
+    const struct plan a = plan_of(&before, end - begin), b = plan_of(&after, end - begin);
     const int together = next->two_norms_overlap, alone = kind == FN_F32 && !together, fetches = next->from_memory;
     const struct passes *const pass = &two_norms[a.x][a.norm != NONE][first->out_kind == FN_F32];
     /* BF16 has none where BF16P has, and weights may be of other kinds than a bfloat16 x. */

@@ -126,9 +126,6 @@ static void prepare(struct part *part, const struct fn_call *c) {
     part->job.from_memory = c->rows * c->hidden * read >= fn_tuning()->from_memory;
 }
 
-/* A block has at least as many rows as ONE_KIND_ROWS of forward_body.h, from which on rows overlap. */
-enum { BLOCK_ROWS = 4 };
-
 int fn_forward(const struct fn_call *calls, int count) {
     const int64_t rows = calls->rows, elements = rows * calls->hidden;
     if (elements == 0) return 0;
@@ -158,10 +155,7 @@ int fn_forward(const struct fn_call *calls, int count) {
             bytes = fn_scratch_bytes(job);
         }
         fn_tune(job, rows);
-        if (job->bias || job->heads > 1 || job->flags & FN_CENTER) {
-            job->affine = bytes;
-            bytes += fn_affine_bytes(job);
-        }
+        bytes = fn_make_room_for_affine(job, rows, bytes);
         if (bytes > scratch_bytes) scratch_bytes = bytes;
         if (k == count - 1 && !chain.quantizer && !chain.gate) continue;
         /*
@@ -171,7 +165,7 @@ int fn_forward(const struct fn_call *calls, int count) {
         chain.fetches = gate_last && calls->inner == rows && job->x_stride == calls->hidden * fn_element_size(job->x_kind) &&
                         rows * job->x_stride >= tuning->fetched;
         const int64_t row_bytes = chain.gate_first ? job->x_stride : job->out_stride;
-        chain.block = tuning->block / row_bytes > BLOCK_ROWS ? tuning->block / row_bytes : BLOCK_ROWS;
+        chain.block = tuning->block / row_bytes > FN_ONE_KIND_ROWS ? tuning->block / row_bytes : FN_ONE_KIND_ROWS;
         if (chain.block > rows) chain.block = rows;
         const int64_t passed = chain.block * row_bytes, gain = 4 * fn_float_row(calls->hidden);
         chain.passed_bytes = (size_t)fn_round_up(passed > gain ? passed : gain, FN_ALIGNMENT);

@@ -107,10 +107,7 @@ static size_t prepare(struct run *run, int set, int from_memory) {
         .heads = h->weight_stride ? h->count : 1, .weight_stride = h->weight_stride * fn_element_size(h->weight_kind),
         .from_memory = from_memory, .ahead = fn_tuning()->ahead[0],
     };
-    const size_t bytes = fn_scratch_bytes(job);
-    if (job->heads == 1) return bytes;
-    job->affine = bytes;
-    return bytes + fn_affine_bytes(job);
+    return fn_make_room_for_affine(job, r->rows * h->count, fn_scratch_bytes(job));
 }
 
 int fn_run_rotation(const void *packed) {

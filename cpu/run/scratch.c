@@ -9,9 +9,12 @@ size_t fn_scratch_bytes(const struct fn_forward_job *job) {
     return (size_t)(job->bypass_cache ? bytes + 8 * kept : bytes);
 }
 
-/* The weight and the bias as float, of all heads. */
-size_t fn_affine_bytes(const struct fn_forward_job *job) {
-    return job->x_kind == FN_F64 ? 0 : (size_t)(2 * 4 * job->heads * fn_float_row(job->hidden));
+/* The weight and the bias as float, of all heads; or a weight of float, for rows of bfloat16 that are read in another order. */
+size_t fn_make_room_for_affine(struct fn_forward_job *job, int64_t rows, size_t bytes) {
+    const int ordered = rows >= FN_ONE_KIND_ROWS && job->x_kind == FN_BF16 && job->weight_kind == FN_F32;
+    if (job->x_kind == FN_F64 || !(fn_has_affine_rows(job) || ordered)) return bytes;
+    job->affine = bytes;
+    return bytes + (size_t)((fn_has_affine_rows(job) ? 2 : 1) * 4 * job->heads * fn_float_row(job->hidden));
 }
 
 /* One row of each operand, padded to whole segments, the sums of segments, the gains of all heads, and wdy (pass_over). */

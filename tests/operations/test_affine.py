@@ -1,5 +1,7 @@
 """A bias, weights of heads and a scaled x: what is refused, who sees the call, and which path it takes."""
 
+import itertools
+
 import pytest
 import torch
 from every_operation import same
@@ -113,3 +115,45 @@ def test_gradients_of_heads_take_the_fast_path():
     assert all(t.eq(7).all() for t in (dx, dw, db))
     assert fast_path.backward(cpu, y, None, y, rstd, HEADS, dx, None, dw, db, 0.0)
     assert not any(t.eq(7).all() for t in (dx, dw, db))
+
+
+def _odd(size, dtype):
+    """Numbers, zeros of both signs, infinities, and NaN whose payloads have bits that bfloat16 has not."""
+    bits = torch.randn(size, generator=torch.Generator().manual_seed(3)).view(torch.int32)
+    bits[::7], bits[3::11] = 0x7F80_0001, 0x7FFF_FFFA
+    numbers = bits.view(F32)
+    numbers[1::5], numbers[2::13], numbers[5::17] = -0.0, 0.0, float("inf")
+    return numbers.to(dtype)
+
+
+def _same_bits(a, b):
+    return torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) and torch.equal(a.isnan(), b.isnan())
+
+
+@pytest.mark.parametrize("size", [100, 1024, 1500, 5000])
+@pytest.mark.parametrize("rows", [3, 9])
+def test_rows_of_bfloat16_with_parameters_of_float32(size, rows):
+    """As in training: all variants have the portable kernels' bits, also where rows are read in another order."""
+    x, residual, dy = torch.randn(3, rows, size, generator=torch.Generator().manual_seed(4)).to(BF16)
+    regular = torch.randn(size, generator=torch.Generator().manual_seed(5))
+
+    def results(weight, bias, offset):
+        leaves = [t.clone().requires_grad_() for t in (x, weight) if t is not None]
+        after = [] if bias is None else [bias.clone().requires_grad_()]
+        found = [fusednorm.layer_norm(*leaves, *after), rms_norm(*leaves, bias=(*after, None)[0], weight_offset=offset)]
+        gradients = [torch.autograd.grad(y, leaves + after, dy) for y in found]
+        found += fused_add_rms_norm(x, residual, weight, bias=bias, weight_offset=offset)
+        found += fusednorm.fused_add_layer_norm(x, residual, weight, bias, round_norm=True)
+        if bias is None:
+            found += fusednorm.rms_norm_add_rms_norm(x, residual, weight, regular, weight_offset=offset)
+            found += [fusednorm.rms_norm_gated(x, residual, weight)]
+        return [*found, *(t for of_one in gradients for t in of_one)]
+
+    of_weights, of_biases = (regular, _odd(size, F32), _odd(size, BF16)), (None, regular.flip(0), _odd(size, F32), _odd(size, BF16))
+    with fusednorm.use_backend("cpu"):
+        for weight, bias, offset in itertools.product(of_weights, of_biases, (0.0, 1.0)):
+            with cpu.use_variant(cpu.variants()[0]):
+                wanted = results(weight, bias, offset)
+            for variant in cpu.variants()[1:]:
+                with cpu.use_variant(variant):
+                    assert all(map(_same_bits, results(weight, bias, offset), wanted)), (variant, weight.dtype)
