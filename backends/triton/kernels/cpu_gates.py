@@ -29,7 +29,10 @@ def y_and_z(y_row, z_row, at, left, FLAGS: tl.constexpr, A: tl.constexpr, SIZE: 
 @triton.jit
 def twice(left):
     """None if all elements are there."""
-    return None if left is None else 2 * left
+    if left is None:
+        return
+    else:
+        return 2 * left
 
 
 @triton.jit

@@ -223,7 +223,8 @@ def activated_in_steps(z, STEPS: tl.constexpr, BETWEEN: tl.constexpr, A: tl.cons
         f = between(z * s, BETWEEN, A)
         return f, s + f * (constant(z, 1.0, A) - s) * alpha
     else:
-        f, slope = activated_and_slope(z, STEPS.function, A, STEPS.alpha)
+        FUNCTION: tl.constexpr = STEPS.function
+        f, slope = activated_and_slope(z, FUNCTION, A, STEPS.alpha)
         return between(f, BETWEEN, A), slope
 
 

@@ -138,7 +138,8 @@ def forward(
     if TILES == 1:
         row = first + rows_of_tile(ROWS, SEGMENTS, DEPTH)
         column = columns_of_tile(ROWS, SEGMENTS, DEPTH, WIDTH)
-        inside_row, inside = inside_of(row, column, rows, N, 1, TILE), inside_of(row, column, rows, N, ROWS, TILE)
+        inside_row = inside_of(row, column, rows, N, 1, TILE)
+        inside = inside_of(row, column, rows, N, ROWS, TILE)
         residual_rows = rows_at(residual, row, residual_stride, residual_jump, inner)
         sum_rows = rows_at(residual_out, row, residual_out_stride, residual_out_jump, inner)
         x_rows = rows_at(x, row, x_stride, x_jump, inner)
@@ -169,7 +170,8 @@ def forward(
                 y = gated(between(y, PASSED, A), z_rows, column, inside, ACTIVATION, A)
             store(y, rows_at(out, row, out_stride, out_jump, inner), column, inside)
     else:
-        x_row, out_row = rows_at(x, first, x_stride, x_jump, inner), rows_at(out, first, out_stride, out_jump, inner)
+        x_row = rows_at(x, first, x_stride, x_jump, inner)
+        out_row = rows_at(out, first, out_stride, out_jump, inner)
         residual_row = rows_at(residual, first, residual_stride, residual_jump, inner)
         sum_row = rows_at(residual_out, first, residual_out_stride, residual_out_jump, inner)
         z_row = rows_at(z, first, z_stride, z_jump, inner)
@@ -263,7 +265,8 @@ def store_gradients(d, further, dx, dresidual, row, column, inside, N: tl.conste
     """Stores the gradient, with a further one added if there is one, in the types asked for."""
     if further is not None:
         d = d + widened(further, A)
-    dx_rows, dresidual_rows = rows_at(dx, row, N, None, None), rows_at(dresidual, row, N, None, None)
+    dx_rows = rows_at(dx, row, N, None, None)
+    dresidual_rows = rows_at(dresidual, row, N, None, None)
     store(d, dx_rows, column, inside)
     store(d, dresidual_rows, column, inside)
 
@@ -307,7 +310,8 @@ def backward_rows(
     if TILES == 1:
         row = first + rows_of_tile(ROWS, SEGMENTS, DEPTH)
         column = columns_of_tile(ROWS, SEGMENTS, DEPTH, WIDTH)
-        inside_row, inside = inside_of(row, column, rows, N, 1, TILE), inside_of(row, column, rows, N, ROWS, TILE)
+        inside_row = inside_of(row, column, rows, N, 1, TILE)
+        inside = inside_of(row, column, rows, N, ROWS, TILE)
         wdy = loaded(rows_at(dy, row, dy_stride, dy_jump, inner), column, inside, A)
         wdy = weighted(wdy, gain_at(weight, column, inside_row, weight_offset, OFFSET, A))
         row_of_rstd = first + tl.arange(0, ROWS)

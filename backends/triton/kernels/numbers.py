@@ -1,4 +1,8 @@
-"""Shared by the Triton kernels for GPUs and those for CPUs: conversions, roundings, a root, and where rows begin."""
+"""Shared by the Triton kernels for GPUs and those for CPUs: conversions, roundings, a root, and where rows begin.
+
+Up to Triton 3.6 a function that returns None says ``return``, not ``return None``, and its result may not stand in a
+tuple, as on the right of ``a, b = f(), g()``. A string from a constant's attribute needs a name of its own.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +122,7 @@ def rows_at(operand, row, stride, jump, inner):
     Rows in two levels go a jump further after every ``inner`` rows, which is None where they lie in one level.
     """
     if operand is None:
-        return None
+        return
     elif inner is None:
         return operand + row * stride
     else:
@@ -132,7 +136,7 @@ def row_of_heads(operand, row, stride, heads):
     Row ``i`` takes row ``i % heads``; ``heads`` is None where one row is for all.
     """
     if operand is None:
-        return None
+        return
     elif heads is None:
         return operand
     else:

@@ -125,7 +125,8 @@ def quantize_tile(
     row = first + rows_of_tile(ROWS, SEGMENTS, DEPTH)
     column = columns_of_tile(ROWS, SEGMENTS, DEPTH, WIDTH)
     TILE: tl.constexpr = SEGMENTS * DEPTH * WIDTH
-    inside_row, inside = inside_of(row, column, rows, N, 1, TILE), inside_of(row, column, rows, N, ROWS, TILE)
+    inside_row = inside_of(row, column, rows, N, 1, TILE)
+    inside = inside_of(row, column, rows, N, ROWS, TILE)
     x_rows = rows_at(x, row, x_stride, x_jump, inner)
     if PASSED == "":
         y = loaded(x_rows, column, inside, A)

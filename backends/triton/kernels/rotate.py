@@ -22,7 +22,7 @@ from fusednorm.backends.triton.kernels.tiles import stored, sums_of_segments
 def of_set(is_k, of_q, of_k):
     """The operand of k, or that of q; None if it is absent."""
     if of_q is None:
-        return None
+        return
     else:
         return tl.where(is_k, of_k, of_q)
 
@@ -171,7 +171,8 @@ def rotate_tile(
     head = number - row * count
     x, out = of_set(is_k, q, k), of_set(is_k, q_out, k_out)
     x_stride, out_stride = tl.where(is_k, k_stride, q_stride), tl.where(is_k, k_out_stride, q_out_stride)
-    x_jump, out_jump = of_set(is_k, q_jump, k_jump), of_set(is_k, q_out_jump, k_out_jump)
+    x_jump = of_set(is_k, q_jump, k_jump)
+    out_jump = of_set(is_k, q_out_jump, k_out_jump)
     x_heads = rows_at(x, row, x_stride, x_jump, inner) + head * tl.where(is_k, k_head, q_head)
     out_heads = rows_at(out, row, out_stride, out_jump, inner) + head * tl.where(is_k, k_out_head, q_out_head)
     weight = of_set(is_k, q_weight, k_weight)

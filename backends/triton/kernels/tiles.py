@@ -31,8 +31,10 @@ def rows_of_tile(ROWS: tl.constexpr, SEGMENTS: tl.constexpr, DEPTH: tl.constexpr
 @triton.jit
 def inside_of(row, column, rows, N: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr):
     """Whether elements of ROWS rows exist; None where all do. One row always exists."""
-    if ROWS == 1:
-        return None if N % TILE == 0 else column < N
+    if ROWS == 1 and N % TILE == 0:
+        return
+    elif ROWS == 1:
+        return column < N
     elif N == TILE:
         return row < rows
     else:
@@ -133,7 +135,7 @@ def centered(
 def stored(rows, column, inside):
     """The values of these columns, and 0 outside; None if the operand is absent. ``inside``: None if all are inside."""
     if rows is None:
-        return None
+        return
     elif inside is None:
         return tl.load(rows + column)
     else:
@@ -157,6 +159,6 @@ def store(values, rows, column, inside):
 def gain_at(weight, column, inside, weight_offset, OFFSET: tl.constexpr, A: tl.constexpr):
     """The gain of these columns; None without a weight."""
     if weight is None:
-        return None
+        return
     else:
         return gain(loaded(weight, column, inside, A), weight_offset, OFFSET, A)
