@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
@@ -53,8 +54,8 @@ from fusednorm.calls.process import BackendError
 #: Where a Triton with a driver for CPUs comes from.
 BUILD = "build a newer one from source, github.com/triton-lang/triton-cpu, of which no wheel is published"
 
-#: Oldest Triton whose compiler takes what :func:`compiled` gives it, and the newest that was tried.
-OLDEST, NEWEST = (3, 4), (3, 9)
+#: Oldest Triton that was tried, and newest. Triton 3.5 flushes subnormal results of quotients and roots to zero.
+OLDEST, NEWEST = (3, 6), (3, 9)
 
 _CURE = "update fusednorm, or `pip install 'triton=={}.{}.*'`".format(*NEWEST)
 CURE_ON_CPUS = "update fusednorm, or build the version of triton-cpu that docs/triton.md names"
@@ -74,6 +75,9 @@ LONGEST = 2**30
 
 #: The interpreter knows one program at a time.
 _INTERPRETER = threading.Lock()
+
+#: Triton reads the environment when it begins to compile, and again later.
+_COMPILING_WITHOUT_PAIRS = threading.Lock()
 
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 _NAMES |= {torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64"}
@@ -104,7 +108,7 @@ def missing(on_cpus: bool = False) -> list[str]:
         return [f"Triton cannot be imported ({type(error).__name__}: {error}); {cure}"]
     if version < OLDEST:
         wanted = ".".join(map(str, OLDEST))
-        cure = BUILD if on_cpus else f"`pip install 'triton>={wanted}'` (torch 2.8 and newer have it)"
+        cure = BUILD if on_cpus else f"`pip install 'triton>={wanted}'` (torch 2.10 and newer have it)"
         return [f"Triton {triton.__version__} is too old; {cure}"]
     return []
 
@@ -258,7 +262,7 @@ def compiled(variant: Variant, target: Any, only_cached: bool = False) -> Any:
 
     Raises:
         NotCachedError: it is not, and nothing is to be compiled.
-        BackendError: this version of Triton ignores an option on which bits depend.
+        BackendError: this version of Triton ignores an option on which bits depend, or its ptxas fuses operations.
     """
     import triton
     from triton.compiler import ASTSource
@@ -289,7 +293,41 @@ def compiled(variant: Variant, target: Any, only_cached: bool = False) -> Any:
             what = f"the option {name}={value}, without which bits may differ"
             cure = CURE_ON_CPUS if target.backend == "cpu" else _CURE
             raise BackendError(f"Triton {triton.__version__} ignores {what}; {cure}")
+    if _fuses_pairs(kernel, target):
+        with _without_pairs():
+            kernel = triton.compile(src=source, target=target, options=options)
+        if _fuses_pairs(kernel, target):
+            what = "multiplies and adds pairs of numbers, which a ptxas older than 13.1 fuses, so that bits may differ"
+            cure = "set TRITON_PTXAS_BLACKWELL_PATH to a newer ptxas, as `pip install nvidia-cuda-nvcc` brings it"
+            raise BackendError(f"Triton {triton.__version__} {what}; {cure}")
     return kernel
+
+
+def _fuses_pairs(kernel: Any, target: Any) -> bool:
+    """Whether ptxas may have fused multiplications and additions that PTX has apart: older ones do so with pairs.
+
+    GPUs of compute capability 10.0 and newer compute with pairs of numbers. ``--fmad=false`` forbids to fuse those too.
+    """
+    # A cache that keeps machine code only has no PTX.
+    if target.backend != "cuda" or target.arch < 100 or "f32x2" not in kernel.asm.get("ptx", "f32x2"):
+        return False
+    release = re.search(rb"release (\d+)\.(\d+), V", kernel.asm["cubin"])  # ptxas notes its version there
+    return release is not None and tuple(map(int, release.groups())) < (13, 1)
+
+
+@contextmanager
+def _without_pairs() -> Iterator[None]:
+    """Has LLVM make no instructions for pairs; Triton's cache tells such kernels apart."""
+    with _COMPILING_WITHOUT_PAIRS:
+        before = os.environ.get("DISABLE_LLVM_OPT")
+        os.environ["DISABLE_LLVM_OPT"] = ",".join(filter(None, (before, "nvptx-no-f32x2")))
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ["DISABLE_LLVM_OPT"]
+            else:
+                os.environ["DISABLE_LLVM_OPT"] = before
 
 
 class Compiled:

@@ -1,6 +1,7 @@
 """Triton's kernels as compiled code, for GPUs that need not be here, and the host's way to them."""
 
 import itertools
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from every_operation import DIFFERENTIATED, FUNCTIONS, MORE, clones, function_of, gradients, recorded
 
 import fusednorm
 from fusednorm import Quantization
@@ -47,6 +49,8 @@ NVIDIA = [GPUTarget("cuda", capability, 32) for capability in (75, 80, 90, 100, 
 AMD = [GPUTarget("hip", arch, 64) for arch in ("gfx90a", "gfx942", "gfx950")]
 AMD += [GPUTarget("hip", arch, 32) for arch in ("gfx1100", "gfx1201")]
 SIZES = (128, 896, 4096, 7168, 16384, 65536)
+#: What PTX does with floating-point numbers beside operations that are rounded once, and memory of threads.
+NOT_EXACT = r"fma\.rn\.f(?:32|64)|mad\.f|\.ftz|\.approx|div\.full|\.local"
 
 
 def forward(x, residual, weight, size, lanes, alignment=16):
@@ -81,7 +85,7 @@ def sound(variant, target, spilled=0):
     ``spilled``: the most bytes of registers that a thread keeps in memory.
     """
     kernel = triton_host.compiled(variant, target)
-    assert not re.findall(r"fma\.rn\.f(?:32|64)|mad\.f|\.ftz|\.approx|div\.full|\.local", kernel.asm["ptx"]), variant
+    assert not re.findall(NOT_EXACT, kernel.asm["ptx"]), variant
     registers, stack = resources(kernel)
     assert stack <= spilled, variant
     assert registers * 32 * variant.warps <= 65536, variant
@@ -669,6 +673,7 @@ def launches(monkeypatch):
         found.compiled.append(variant)
         return Kernel(found)
 
+    found.really_compiled = triton_host.compiled
     monkeypatch.setattr(triton_host, "compiled", compiled)
     monkeypatch.setattr(triton_gpu, "DEVICES", ("cpu",))
     target = lambda: GPUTarget(found.backend, 90, 32)  # noqa: E731
@@ -847,11 +852,49 @@ def test_too_long_rows_are_refused():
 
 
 def test_old_versions_are_refused(monkeypatch):
-    monkeypatch.setattr(triton, "__version__", "3.3.1")
-    assert "pip install 'triton>=3.4'" in triton_gpu.unavailable()[0]
+    monkeypatch.setattr(triton, "__version__", "3.5.1")
+    assert "pip install 'triton>=3.6'" in triton_gpu.unavailable()[0]
     (reason,) = triton_cpu.unavailable()  # the index has none for CPUs
     assert "pip install" not in reason
-    assert "3.3.1 is too old; build a newer one from source, github.com/triton-lang/triton-cpu" in reason
+    assert "3.5.1 is too old; build a newer one from source, github.com/triton-lang/triton-cpu" in reason
+
+
+def test_the_oldest_triton_compiles_every_kind_of_kernel(launches, monkeypatch):
+    """All kinds of calls of the table, with rows that a program has several of, with a rest or not, one, or a part.
+
+    `tox -e triton` runs this with that version too.
+    """
+    version = tuple(map(int, triton.__version__.split(".")[:2]))
+    if version == triton_host.NEWEST:
+        pytest.skip("tox -e triton runs this with the oldest Triton; the other tests compile with this one")
+    assert version == triton_host.OLDEST, "tox.ini names another version"
+    kinds, choosers = {}, dict(triton_gpu._host.choosers)
+    for type_of_kind, choose in choosers.items():
+        noted = lambda kind, choose=choose: choose(kinds.setdefault(kind, kind))  # noqa: E731
+        monkeypatch.setitem(triton_gpu._host.choosers, type_of_kind, noted)
+    with fusednorm.use_backend("triton"):
+        for function, given in [*((function_of(name), given) for name, given in FUNCTIONS.items()), *MORE.values()]:
+            function(**clones(given))
+        for outputs, leaves in map(recorded, DIFFERENTIATED):
+            gradients(outputs, leaves)
+    targets, sizes = itertools.cycle((NVIDIA[2], NVIDIA[3], AMD[1])), itertools.cycle((96, 128, 4096, 20000))
+    compiled = set()
+    for kind, target, size in zip(kinds, targets, sizes, strict=False):
+        if isinstance(kind, RotationKind):
+            sized = [kind._replace(size=128, pairs=kind.pairs and 64)]
+        elif isinstance(kind, BackwardKind):
+            sized = [kind._replace(hidden_size=size) for size in (96, 4096)]
+        else:
+            most = 1000 if isinstance(kind, LogProbKind) else 16384 if getattr(kind, "quantizer", None) else size
+            sized = [kind._replace(hidden_size=min(size, most))]
+        for kind in sized:
+            chosen = choosers[type(kind)](kind._replace(alignment=16), target.warp_size)
+            for variant in chosen.values() if isinstance(chosen, dict) else [chosen]:
+                kernel = launches.really_compiled(variant, target)
+                assert target in AMD or not re.findall(NOT_EXACT, kernel.asm["ptx"]), variant
+                compiled.add(variant.function.__name__)
+    kernels = "forward backward_rows backward_blocks weight_blocks add_blocks quantize_tile rotate_tile"
+    assert compiled == {*kernels.split(), "gate_tile", "gate_backward_tile", "log_prob", "log_prob_backward"}
 
 
 class Nothing:
@@ -946,6 +989,44 @@ def test_options_that_triton_ignores_raise(monkeypatch, metadata):
     monkeypatch.setattr(triton, "compile", lambda **_: SimpleNamespace(metadata=SimpleNamespace(**metadata)))
     with pytest.raises(fusednorm.BackendError, match="ignores the option enable_fp_fusion=False, without which bits"):
         triton_host.compiled(forward(BF16, BF16, BF16, 4096, 32), NVIDIA[0])
+
+
+@pytest.mark.parametrize(
+    ("release", "fuses"), [("12.8", True), ("12.9", True), ("13.0", True), ("13.1", False), ("14.0", False)]
+)
+def test_a_ptxas_that_fuses_pairs_raises(monkeypatch, release, fuses):
+    """Where Triton's LLVM makes pairs also when it is asked not to. A cache may have kept machine code alone."""
+    asm = {"ptx": "mul.rn.f32x2 %rd3, %rd1, %rd2;", "cubin": f"release {release}, V{release}.8".encode()}
+    kernel = SimpleNamespace(metadata=SimpleNamespace(enable_fp_fusion=False), asm=asm)
+    asked = []
+    monkeypatch.setattr(triton, "compile", lambda **_: asked.append(os.environ["DISABLE_LLVM_OPT"]) or kernel)
+    monkeypatch.setenv("DISABLE_LLVM_OPT", "disable-lsr")
+    variant, once = forward(BF16, BF16, BF16, 4096, 32), ["disable-lsr"]
+    assert triton_host.compiled(variant, GPUTarget("cuda", 90, 32)) is kernel
+    assert asked == once
+    for kernel.asm in (asm, {"cubin": asm["cubin"]}):
+        asked.clear()
+        if fuses:
+            with pytest.raises(fusednorm.BackendError, match=r"than 13.1 fuses.*; set TRITON_PTXAS_BLACKWELL_PATH"):
+                triton_host.compiled(variant, GPUTarget("cuda", 120, 32))
+        else:
+            assert triton_host.compiled(variant, GPUTarget("cuda", 120, 32)) is kernel
+        assert asked == once + fuses * ["disable-lsr,nvptx-no-f32x2"]
+        assert os.environ["DISABLE_LLVM_OPT"] == "disable-lsr"
+
+
+@pytest.mark.parametrize("arch", [100, 120])
+def test_a_ptxas_that_fuses_pairs_is_given_none(monkeypatch, tmp_path, arch):
+    """Triton brings an old one too, for older GPUs, which stands in here for that of Triton 3.6."""
+    old = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    monkeypatch.setenv("TRITON_PTXAS_BLACKWELL_PATH", str(old))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kind = GateKind(None, F32, F32, F32, None, "silu", None, 4096, 16)
+    kernel, _ = sound(triton_gpu.gate_variant(kind, 32), GPUTarget("cuda", arch, 32))
+    assert b"release 12.9, V" in kernel.asm["cubin"]
+    assert "mul.rn.f32" in kernel.asm["ptx"]
+    assert "f32x2" not in kernel.asm["ptx"]
+    assert "DISABLE_LLVM_OPT" not in os.environ
 
 
 def test_another_triton_driver_is_a_reason(monkeypatch):
