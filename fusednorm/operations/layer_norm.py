@@ -122,7 +122,8 @@ def layer_norm(
 ) -> Tensor:
     """Layer-normalises the last dimension: ``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias``.
 
-    The variance is the mean of the squares of ``x - mean(x)``, in two passes over a row: ``docs/spec.md``, section 12.
+    The variance is the mean of the squares of ``x - mean(x)``, in two passes over a row. Section 12 of ``docs/spec.md``
+    also says which rows of little variance are rounding noise, beside a small ``eps``.
 
     The arguments are those of :func:`fusednorm.rms_norm`; ``eps`` is added to the variance, in units of x squared.
 
