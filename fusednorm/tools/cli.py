@@ -175,7 +175,6 @@ def command_line(operations: Sequence[str] | None = None) -> argparse.ArgumentPa
     runs.add_argument("b", type=Path, metavar="B", help="the same of the other run; or vllm: its engine, of A's folder")
     runs.add_argument("--prompt", metavar="TEXT", help="run the models of two folders on this text")
     runs.add_argument("--patch", choices=("A", "B", "both"), help="let fusednorm compute the norms of these models")
-    runs.add_argument("--rounding", choices=("vllm",), help="beside vllm, patch A with vLLM's rounding, not A's own")
     runs.add_argument("--all", action="store_true", help="print a line for each layer, not for all of them together")
     runs.add_argument("--json", dest="json_file", metavar="FILE", help="write the numbers of all layers to FILE")
     return parser

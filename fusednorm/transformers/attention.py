@@ -19,7 +19,7 @@ import ast
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -63,10 +63,7 @@ class PatchedTables(Patched):
 
 
 class PatchedAttention(Patched):
-    """Attention whose forward pass calls :meth:`_rotate`; comes before the original class.
-
-    Its state is True, or the flags that its rotations have in place of the model's own.
-    """
+    """Attention whose forward pass calls :meth:`_rotate`; comes before the original class. Its state is True."""
 
     _sites: tuple[Site, ...]
 
@@ -132,7 +129,7 @@ class PatchedAttention(Patched):
             return None
         if rotation.to_halves:
             q, k = _as_halves(q, tables.size), _as_halves(k, tables.size)
-        q, k = self._changed(rotation).of(q, k, *tables.angles)
+        q, k = rotation.of(q, k, *tables.angles)
         return (q.transpose(1, 2), k.transpose(1, 2)) if rotation.heads == 1 else (q, k)
 
     def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
@@ -144,7 +141,7 @@ class PatchedAttention(Patched):
         for site in self._sites:
             if not all(evaluated(condition, type(self).forward, self) for condition in site.conditions):
                 continue
-            found = [(key[1], self._changed(one)) for key, one in site.rotations.items() if key[0] == of_rows]
+            found = [(key[1], one) for key, one in site.rotations.items() if key[0] == of_rows]
             several = len({replace(rotation, heads=0) for _, rotation in found}) > 1
             for tables, rotation in found:
                 flags = {name: getattr(rotation, name) for name in ("interleaved", "to_halves", "round_products")}
@@ -154,18 +151,13 @@ class PatchedAttention(Patched):
 
     def _rotation(self, site: Site, function: Callable[..., Any], q: Tensor, tables: Any) -> Rotation | None:
         """The rotation of such a q and of a k that fits; None where the function has to compute it."""
-        state = self._fusednorm
-        if not (state and isinstance(tables, Tables)) or function is not site.function or replaced(function):
+        if not (self._fusednorm and isinstance(tables, Tables)) or function is not site.function or replaced(function):
             return None
         size, dims = q.size(-1), q.dim()
         rotation = site.rotations.get((q.dtype, tables.dtype, tables.columns, size == tables.size, dims))
         if rotation is None or dims != tables.dims + 1 or size < tables.size or (site.transposed and dims != 4):
             return None
-        return rotation if state is True else self._changed(rotation)
-
-    def _changed(self, rotation: Rotation) -> Rotation:
-        """The rotation with the flags of this module's state."""
-        return rotation if self._fusednorm is True else replace(rotation, **self._fusednorm)
+        return rotation
 
 
 class PatchedGatedAttention(PatchedAttention, PatchedActivations):
@@ -341,15 +333,12 @@ def _moved(statements: list[ast.stmt], x: str, norms: frozenset[str]) -> _Moved:
 # Replacing
 
 
-def patch_rotations(
-    model: torch.nn.Module, norm: type, changed: Mapping[str, Any], gates: bool = False
-) -> Iterator[Outcome]:
+def patch_rotations(model: torch.nn.Module, norm: type, gates: bool = False) -> Iterator[Outcome]:
     """Replaces attention that rotates, and the modules of its tables.
 
     Args:
         model: the model.
         norm: the class of replaced norms.
-        changed: the flags that rotations have in place of the model's own.
         gates: whether to replace the gates of such attention, too.
     """
     tables = {module: module._fusednorm for module in model.modules() if isinstance(module, PatchedTables)}
@@ -372,7 +361,7 @@ def patch_rotations(
         fused = "q/k norm and rotation fused" if any(site.norms for site in sites) else "rotation of q and k fused"
         products = products_of(type(module)) if gates else frozenset()  # type: ignore[arg-type] # classes have a hash
         mixin = PatchedGatedAttention if products else PatchedAttention
-        outcome = attach(module, mixin, norms, changed or True, ", ".join([fused, *sorted(products)]))
+        outcome = attach(module, mixin, norms, True, ", ".join([fused, *sorted(products)]))
         done |= outcome[1]
         yield outcome
     for module, state in new.items() if done else ():

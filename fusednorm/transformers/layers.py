@@ -48,7 +48,6 @@ class Rewritten(NamedTuple):
     ends: bool  # in ``_add_last``
     last_normed: bool  # whether that addition is one of ``normed``
     factors: tuple[str | None, ...]  # for each of these additions the source of its term's factor, if it has one
-    summed: frozenset[str]  # the norms of the layer that it fuses with an addition whose term has no factor
 
     def additions(self, handed: bool) -> int:
         """The number of fused additions, the last one with the norm after the layer if ``handed``.
@@ -72,10 +71,8 @@ def rewritten(layer_class: type, norms: frozenset[str]) -> Rewritten:
     tree.body, found = _fused(tree.body, [], norms)
     if not found.changed:
         raise LeftAloneError("no addition stands right before a norm or the end of its forward pass")
-    calls = re.findall(r"self\._add_norm\(self\.(\w+), (.*)", ast.unparse(tree))
-    summed = frozenset(norm for norm, rest in calls if "x_scale=" not in rest)
     forward = compiled(tree, function, layer_class)
-    return Rewritten(forward, found.fused, found.normed, found.ends, found.last_normed, tuple(found.factors), summed)
+    return Rewritten(forward, found.fused, found.normed, found.ends, found.last_normed, tuple(found.factors))
 
 
 @dataclass

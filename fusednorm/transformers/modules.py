@@ -58,7 +58,6 @@ class NormState:
     forms: Forms
     gated: Forms
     reads: Reads
-    unrounded: bool = False  # whether it normalises sums that are not rounded, which the same call adds
     handed: Handed | None = None  # a result that the previous layer computed for it
 
     def __getstate__(self) -> dict[str, Any]:
@@ -126,8 +125,6 @@ class PatchedNorm(Patched):
         if form is None:
             return []
         added = {"added_to_weight": form.added} if form.added else {}
-        if self._fusednorm.unrounded:
-            return [("fused_add_rms_norm", {"eps": form.eps, **form.of_norm, "round_sum": False})]
         return [("layer_norm" if form.center else "rms_norm", {"eps": form.eps, **form.of_norm, **added})]
 
     def _taken(self, x: Any) -> Taken | None:
@@ -175,7 +172,6 @@ class PatchedLayer(Patched):
         if fused is not None:
             return fused
         total = self._sum(x, residual, first, x_scale)
-        _refuse_a_rounded_sum(norm, total)
         return norm(total), total
 
     def _add_last(
@@ -192,9 +188,7 @@ class PatchedLayer(Patched):
                 y, total = fused
                 norm._fusednorm.handed = Handed(total, y, _version(total), is_grad_enabled())
                 return total
-        total = self._sum(x, residual, first, x_scale)
-        _refuse_a_rounded_sum(norm, total)
-        return total
+        return self._sum(x, residual, first, x_scale)
 
     def _norm_add(self, first: torch.nn.Module, x: Tensor, residual: Tensor) -> Tensor:
         """``residual + first(x)``."""
@@ -275,32 +269,22 @@ def _added(
         if both is None and _alike(x, residual, weight):
             both = fused_add_layer_norm(x, residual, weight, bias, form.eps, **form.of_norm)
         return both
-    eps, sums = form.eps, not norm._fusednorm.unrounded  # type: ignore[union-attr] # it has a form
+    eps = form.eps
     if first is None:
         if fast:
-            both = fused_add_rms_norm_on_fast_path(x, residual, weight, eps, None, x_scale, offset, sums, rounded)
+            both = fused_add_rms_norm_on_fast_path(x, residual, weight, eps, None, x_scale, offset, True, rounded)
         if both is None and _alike(x, residual, weight):
-            both = fused_add_rms_norm(x, residual, weight, eps, x_scale=x_scale, round_sum=sums, **form.of_norm)
+            both = fused_add_rms_norm(x, residual, weight, eps, x_scale=x_scale, **form.of_norm)
         return both
     before = taken_beside(first, x, residual)
     if before is None or before.form.center or before.form.of_norm != form.of_norm:
         return None
     weights, first_eps = (before.weight, weight), before.form.eps
     if fast:
-        both = rms_norm_add_rms_norm_on_fast_path(x, residual, *weights, first_eps, eps, None, offset, sums, rounded)
+        both = rms_norm_add_rms_norm_on_fast_path(x, residual, *weights, first_eps, eps, None, offset, True, rounded)
     if both is None and _alike(x, residual, *weights):
-        both = rms_norm_add_rms_norm(x, residual, *weights, first_eps, next_eps=eps, round_sum=sums, **form.of_norm)
+        both = rms_norm_add_rms_norm(x, residual, *weights, first_eps, next_eps=eps, **form.of_norm)
     return both
-
-
-def _refuse_a_rounded_sum(norm: torch.nn.Module | None, total: Tensor) -> None:
-    """Raises where a norm of unrounded sums would get a rounded one, because a call for both was not possible."""
-    if isinstance(norm, PatchedNorm) and norm._fusednorm.unrounded and total.dtype.itemsize == 2:
-        raise RuntimeError(
-            "rounding='vllm' normalises sums that are not rounded, and here the addition and the norm cannot be one "
-            "call (gradient checkpointing, an export, or hooks of the norm or the layer); patch without it, and set "
-            "FUSEDNORM_VLLM=huggingface for the engine"
-        )
 
 
 def taken_beside(norm: torch.nn.Module, x: Tensor, residual: Tensor) -> Taken | None:

@@ -47,7 +47,6 @@ class Form:
     length: int | None = None
     center: bool = False
     added: float = 0.0
-    round_sum: bool = True  # of an addition right before the norm; no model's own code leaves it out
 
     @property
     def of_norm(self) -> dict[str, Any]:

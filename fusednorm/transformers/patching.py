@@ -6,8 +6,8 @@ import inspect
 import logging
 import operator
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Collection, Iterator
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from fusednorm.transformers.modules import LayerState, NormState, PatchedLayer, 
 from fusednorm.transformers.norms import Forms, forms
 from fusednorm.transformers.reads import LeftAloneError, Reads
 from fusednorm.transformers.replacing import Outcome, Patched, attach, detach
-from fusednorm.vllm import roundings
 
 _logger = logging.getLogger("fusednorm.transformers")
 
@@ -125,7 +124,6 @@ def patch(
     model: torch.nn.Module,
     *,
     activations: bool = True,
-    rounding: str | None = None,
     steps: Collection[str] | None = None,
 ) -> Report:
     """Lets fusednorm compute the steps between a model's matrix products, with the model's own rounding.
@@ -138,8 +136,6 @@ def patch(
     Args:
         model: any module, of Hugging Face's transformers or not.
         activations: whether also to replace activations of MLPs, whose exponential has other last bits than torch's.
-        rounding: None for the model's own; "vllm" for that of the same model in vLLM (docs/rl.md). A forward pass then
-            raises RuntimeError where an addition and its norm cannot be one call, as in gradient checkpointing.
         steps: the kinds of steps to replace, of "norms", "additions" (with the norms around them), "rotations" and
             "gates"; None: all that this version knows, which may be more in the next one.
 
@@ -149,12 +145,10 @@ def patch(
 
     Raises:
         TypeError: the model is no module.
-        ValueError: ``rounding`` or ``steps`` has another value.
+        ValueError: ``steps`` has another value.
         Exception: whatever the model's own code raises; the model is then as it was.
     """
     _check(model)
-    if rounding not in (None, "vllm"):
-        raise ValueError(f"rounding must be None or 'vllm', got {rounding!r}")
     kinds = set(_STEPS if steps is None else [steps] if isinstance(steps, str) else steps)
     if not kinds <= set(_STEPS):
         raise ValueError(f"steps must be some of {', '.join(_STEPS)}, got {', '.join(sorted(kinds - set(_STEPS)))}")
@@ -162,25 +156,25 @@ def patch(
         kinds.discard("gates")
     untouched = [module for module in model.modules() if not isinstance(module, Patched)]
     try:
-        return _patch(model, kinds, {} if rounding is None else roundings.of(rounding))
+        return _patch(model, kinds)
     except BaseException:  # of the model's own code, for one
         for module in untouched:
             detach(module)
         raise
 
 
-def _patch(model: torch.nn.Module, kinds: set[str], changed: roundings.Roundings) -> Report:
+def _patch(model: torch.nn.Module, kinds: set[str]) -> Report:
     before = _count(model)
     outcomes: Counter[Outcome] = Counter()
     if "norms" in kinds:
-        outcomes.update(_patch_norms(model, changed))
+        outcomes.update(_patch_norms(model))
     if "additions" in kinds:
         for owner in list(model.modules()):
             for name, layers in _lists_of(owner):
                 outcomes.update(_patch_layers(owner, name, layers))
         outcomes.update(_patch_others(model))
     if "rotations" in kinds:
-        outcomes.update(patch_rotations(model, PatchedNorm, changed.get("rotation", {}), "gates" in kinds))
+        outcomes.update(patch_rotations(model, PatchedNorm, "gates" in kinds))
     if "gates" in kinds:
         outcomes.update(patch_activations(model))
     entries = tuple(Entry(name, count, replaced, what) for (name, replaced, what), count in outcomes.items())
@@ -231,7 +225,7 @@ def _key(module: torch.nn.Module) -> Any:
     return type(module), shapes, tuple(module._modules)
 
 
-def _patch_norms(model: torch.nn.Module, changed: roundings.Roundings) -> Iterator[Outcome]:
+def _patch_norms(model: torch.nn.Module) -> Iterator[Outcome]:
     """Replaces norms. Modules of one class that read the same numbers are traced once."""
     traced: dict[Any, list[_Known]] = {}
     for module in model.modules():
@@ -245,20 +239,7 @@ def _patch_norms(model: torch.nn.Module, changed: roundings.Roundings) -> Iterat
         if isinstance(found, str):
             yield type(module).__name__, False, found
         else:
-            without, gated = (_changed(of_pairs, changed) for of_pairs in found)
-            state = NormState(without, gated, reads.copy())
-            yield attach(module, PatchedNorm, frozenset(), state, _describe(without, gated))
-
-
-def _changed(found: Forms, changed: roundings.Roundings) -> Forms:
-    """Forms with the flags of another contract. Beside a wider weight nothing is rounded in any contract."""
-    forms = {}
-    for (x, weight), form in found.items():
-        operation, flags = ("rms_norm", form.of_norm) if form.activation is None else ("rms_norm_gated", form.of_gate)
-        of_kind: Mapping[str, Any] = {} if form.center else changed.get(roundings.kind_of(operation, flags) or "", {})
-        narrow = of_kind if weight == x or not of_kind else {**of_kind, "round_norm": False}
-        forms[x, weight] = replace(form, **narrow)
-    return forms
+            yield attach(module, PatchedNorm, frozenset(), NormState(*found, reads.copy()), _describe(*found))
 
 
 def _forms_or_reason(module: torch.nn.Module) -> _Known:
@@ -277,7 +258,6 @@ def _describe(without: Forms, gated: Forms) -> str:
     *_, form = (gated or without).values()
     described = [f"eps={form.eps}"]
     described += [f"weight_offset={form.weight_offset}"] if form.weight_offset else []
-    described += [] if form.round_sum else ["round_sum=False"]
     described += ["round_norm=True"] if any(form.round_norm for form in (gated or without).values()) else []
     described += [f"activation={form.activation!r}"] if form.activation not in (None, "silu") else []
     described += [] if form.norm_before_gate else ["norm_before_gate=False"]
@@ -330,7 +310,7 @@ def _patch_layers(owner: torch.nn.Module, name: str, layers: torch.nn.ModuleList
         if handed:
             between = tuple({module for module in (block, *after) if module not in (None, layer)})
             state = LayerState(following, between, limits_float16(type(layer)) or limits_float16(type(block)))
-        yield _attach_layer(layer, norms, state, what)
+        yield attach(layer, PatchedLayer, norms, state, what)
 
 
 def _at(owner: torch.nn.Module, path: str | None) -> torch.nn.Module | None:
@@ -360,19 +340,7 @@ def _patch_others(model: torch.nn.Module) -> Iterator[Outcome]:
         except LeftAloneError:  # most modules add nothing to what they normalise
             continue
         if found.fused:
-            yield _attach_layer(module, norms, LayerState(), f"additions fused: {found.fused} within")
-
-
-def _attach_layer(layer: torch.nn.Module, norms: frozenset[str], state: LayerState, what: str) -> Outcome:
-    """Patches a layer, and notes which norms of sums do not round them; a term with a factor makes a rounded sum."""
-    outcome = attach(layer, PatchedLayer, norms, state, what)
-    if isinstance(layer, PatchedLayer):
-        summed: list[Any] = [getattr(layer, name) for name in layer.rewritten.summed]
-        if state.following is not None and layer.rewritten.factors[-1] is None:
-            summed.append(state.following)
-        for norm in summed:
-            norm._fusednorm.unrounded = not all(form.round_sum for form in norm._fusednorm.forms.values())
-    return outcome
+            yield attach(module, PatchedLayer, norms, LayerState(), f"additions fused: {found.fused} within")
 
 
 def _norms_of(module: torch.nn.Module) -> frozenset[str]:

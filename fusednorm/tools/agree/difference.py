@@ -218,7 +218,7 @@ def _beside_the_engine(arguments: argparse.Namespace, console: Console) -> int:
     if not arguments.a.is_dir() or not arguments.prompt or arguments.patch:
         raise UnusableError("beside vllm, A must be a model's folder, --prompt TEXT is needed, and --patch is not")
     trainer, inputs = load(arguments.a, arguments.prompt)
-    transformers.patch(trainer, rounding=arguments.rounding)
+    transformers.patch(trainer)
     dtype = next(trainer.parameters()).dtype
     with contextlib.redirect_stdout(sys.stderr):  # to which vLLM logs: the output is the comparison's alone
         calls, of_engine = engine.answered(arguments.a, inputs["input_ids"][0].tolist(), dtype)
