@@ -102,7 +102,7 @@ PUBLISHED = {
     ),
 }
 #: The methods that are fused steps of patched modules, beside a norm's forward pass.
-STEPS = ("_add_norm", "_add_last", "_norm_add", "_rotate", "_rotate_one", "_gate")
+STEPS = ("_add_norm", "_norm_add", "_rotate", "_rotate_one", "_gate")
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "deepseek_v3"]
 
 
@@ -167,7 +167,7 @@ def answers(kind: str) -> dict[str, Any]:
         fusednorm.transformers.unpatch(exact)
         with torch.no_grad():
             own = difference(before[0], exact(ids).logits)
-        found |= {"norms": report.norms, "adds": report.adds, "across": report.across}
+        found |= {"norms": report.norms, "adds": report.adds}
         found |= {"rotations": report.rotations, "gates": report.gates}
         found[str(dtype)[6:]] = {
             "logits": difference(before[0], after[0]),
@@ -419,14 +419,14 @@ def training(kind: str, rounds: int) -> None:
 def table(results: dict[str, Any]) -> str:
     """Markdown."""
     head = (
-        "| Family | Norms | Additions (across) | Rotations | Gates | bf16: logits | 64 tokens | loss "
+        "| Family | Norms | Additions | Rotations | Gates | bf16: logits | 64 tokens | loss "
         "| f32: logits (own error) | gradients | Decode, ms | Prefill of 128, ms |"
     )
     lines = [head, "|---" * 12 + "|"]
     for kind, result in results.items():
         half, single, took = result["bfloat16"], result["float32"], result["times"]
         lines.append(
-            f"| {kind} | {result['norms']} | {result['adds']} ({result['across']}) | "
+            f"| {kind} | {result['norms']} | {result['adds']} | "
             f"{result['rotations']} | {result['gates']} | {half['logits']:.2g} | "
             f"{'equal' if half['tokens_equal'] and single['tokens_equal'] else 'DIFFER'} | "
             f"{'equal' if half['loss_equal'] else 'differs'} | {single['logits']:.1e} ({single['own_error']:.1e}) | "

@@ -6,10 +6,7 @@ Only adjacent statements are replaced, and only by a call that computes the same
     residual = hidden_states                   ->
     hidden_states = self.norm(hidden_states)
 
-    hidden_states = residual + x               ->    hidden_states = self._add_last(x, residual)
-    return hidden_states
-
-Where ``x = self.first(x)`` stands right before the addition, the calls take ``first=self.first`` too, and where x is
+Where ``x = self.first(x)`` stands right before the addition, the call takes ``first=self.first`` too, and where x is
 multiplied by a factor, ``x_scale=factor``. An addition after a norm that no norm follows becomes ::
 
     hidden_states = self._norm_add(self.first, x, residual)
@@ -43,18 +40,8 @@ class Rewritten(NamedTuple):
     """A rewritten forward pass of a layer."""
 
     forward: Callable[..., Any]
-    fused: int  # additions that it fuses with a norm of the layer
-    normed: int  # of these, those of a term that a norm right before them returns
-    ends: bool  # in ``_add_last``
-    last_normed: bool  # whether that addition is one of ``normed``
-    factors: tuple[str | None, ...]  # for each of these additions the source of its term's factor, if it has one
-
-    def additions(self, handed: bool) -> int:
-        """The number of fused additions, the last one with the norm after the layer if ``handed``.
-
-        An addition right after a norm is fused with that norm in any case.
-        """
-        return self.fused + (handed and not self.last_normed)
+    factors: tuple[str | None, ...]  # for each fused addition the source of its term's factor, if it has one
+    normed: int  # of these additions, those of a term that a norm right before them returns
 
 
 def rewritten(layer_class: type, norms: frozenset[str]) -> Rewritten:
@@ -68,30 +55,27 @@ def rewritten(layer_class: type, norms: frozenset[str]) -> Rewritten:
         LeftAloneError: no addition can be fused.
     """
     function, tree = source(layer_class.forward)  # type: ignore[attr-defined]
-    tree.body, found = _fused(tree.body, [], norms)
+    tree.body, found = _fused(tree.body, norms)
     if not found.changed:
-        raise LeftAloneError("no addition stands right before a norm or the end of its forward pass")
+        raise LeftAloneError("no addition stands right before a norm")
     forward = compiled(tree, function, layer_class)
-    return Rewritten(forward, found.fused, found.normed, found.ends, found.last_normed, tuple(found.factors))
+    return Rewritten(forward, tuple(found.factors), found.normed)
 
 
 @dataclass
 class _Counts:
     """As :class:`Rewritten` has them, of statements; and whether any of these changed."""
 
-    fused: int = 0
-    normed: int = 0
-    ends: bool = False
-    last_normed: bool = False
     factors: list[str | None] = field(default_factory=list)
+    normed: int = 0
     changed: bool = False
 
 
-def _fused(rest: list[ast.stmt], tail: list[ast.stmt], norms: frozenset[str]) -> tuple[list[ast.stmt], _Counts]:
-    """Statements with their additions fused, before those of ``tail``."""
+def _fused(rest: list[ast.stmt], norms: frozenset[str]) -> tuple[list[ast.stmt], _Counts]:
+    """Statements with their additions fused."""
     body: list[ast.stmt] = []
     found = _Counts()
-    rest = [made for statement in rest for made in _named(statement)]
+    rest = list(rest)
     while rest:
         added = _addition(rest, norms)
         after = [] if added is None else rest[added.used :]
@@ -101,10 +85,9 @@ def _fused(rest: list[ast.stmt], tail: list[ast.stmt], norms: frozenset[str]) ->
                 last = [_addition(branch[-1:], norms) for branch in (statement.body, statement.orelse)]
                 if any(added is not None and _norm_after(added.total, rest, norms) for added in last):
                     statement, rest = _with_all([statement, *rest], 0), []
-                _fuse_branches(statement, rest or tail, norms, found)
+                _fuse_branches(statement, norms, found)
             elif (sum_in := _norm_of_a_sum(statement, norms)) is not None:
                 statement = sum_in
-                found.fused += 1
                 found.factors.append(None)
                 found.changed = True
             body.append(statement)
@@ -114,21 +97,14 @@ def _fused(rest: list[ast.stmt], tail: list[ast.stmt], norms: frozenset[str]) ->
             y, kept, attribute, used = norm
             call = f"self._add_norm(self.{attribute}, {added.arguments()})"
             body += _parse(f"{y} = {call}[0]" if kept is None else f"{y}, {kept} = {call}")
-            found.fused += 1
         elif (name := _norm_first_called(added.total, after, norms)) is not None:
             body += _parse(f"_normed, {added.total} = self._add_norm(self.{name}, {added.arguments()})")
-            found.fused += 1
         elif after and _may_come_first(after[0], added.total):
             rest = [_with_all(rest, added.used)]
             continue
-        elif _returns(after or tail, added.total):
-            body += _parse(f"{added.total} = self._add_last({added.arguments()})")
-            found.ends, found.last_normed = True, added.first is not None
-            found.fused += found.last_normed
         elif added.first is not None:
             call = f"self._norm_add(self.{added.first}, {ast.unparse(added.x)}, {added.residual})"
             body += _parse(f"{added.total} = {call}")
-            found.fused += 1
         else:
             body += rest[: added.used]
             rest = after
@@ -138,14 +114,6 @@ def _fused(rest: list[ast.stmt], tail: list[ast.stmt], norms: frozenset[str]) ->
         found.normed += added.first is not None
         rest = after[used:]
     return body, found
-
-
-def _named(statement: ast.stmt) -> list[ast.stmt]:
-    """A statement; ``return a + b`` as two, the first of which names the sum."""
-    match statement:
-        case ast.Return(value=ast.BinOp(op=ast.Add()) as value):
-            return _parse(f"_total = {ast.unparse(value)}\nreturn _total")
-    return [statement]
 
 
 def _may_come_first(statement: ast.stmt, total: str) -> bool:
@@ -164,93 +132,14 @@ def _with_all(statements: list[ast.stmt], index: int) -> ast.If:
     return ast.If(chosen.test, *branches)
 
 
-def _fuse_branches(statement: ast.If, tail: list[ast.stmt], norms: frozenset[str], found: _Counts) -> None:
+def _fuse_branches(statement: ast.If, norms: frozenset[str], found: _Counts) -> None:
     """Fuses the additions of the branches of an ``if``, and counts those of the branch that has fewer."""
-    statement.body, one = _fused(statement.body, tail, norms)
-    statement.orelse, other = _fused(statement.orelse, tail, norms)
+    statement.body, one = _fused(statement.body, norms)
+    statement.orelse, other = _fused(statement.orelse, norms)
     fewer = min(one, other, key=lambda counts: len(counts.factors))
     found.changed |= one.changed or other.changed
-    found.fused += fewer.fused
-    found.normed += fewer.normed
     found.factors += fewer.factors
-    if fewer.ends:
-        found.ends, found.last_normed = True, fewer.last_normed
-
-
-def first_norm(layer_class: type) -> str | None:
-    """The attribute of the norm that a layer first applies to its input; None if the layer begins otherwise."""
-    try:
-        _, tree = source(layer_class.forward)  # type: ignore[attr-defined]
-    except LeftAloneError:
-        return None
-    if len(tree.args.args) < 2:
-        return None
-    hidden = tree.args.args[1].arg
-    # residual = hidden_states
-    others = [statement for statement in tree.body[:2] if not re.fullmatch(f".+ = {hidden}", ast.unparse(statement))]
-    if not others or not isinstance(others[0], ast.Assign):
-        return None
-    # Mamba's layers convert their input to the norm's dtype, which mostly returns it.
-    [first] = _parse(ast.unparse(others[0]).replace(f"{hidden}.to(dtype=self.norm.weight.dtype)", hidden))
-    return _norm_of(_first_called(first), hidden)
-
-
-def straight_on(model_class: type, layers: str) -> tuple[bool, str | None]:
-    """Whether a model passes each layer's result unchanged to the next layer; and the norm of the last result.
-
-    Args:
-        model_class: its forward pass loops over the layers.
-        layers: the attribute that holds the layers, with dots as the norm has them.
-    """
-    try:
-        _, tree = source(model_class.forward)  # type: ignore[attr-defined]
-    except LeftAloneError:
-        return False, None
-    loops = [
-        node for node in ast.walk(tree) if isinstance(node, ast.For) and f"self.{layers}" in ast.unparse(node.iter)
-    ]
-    if len(loops) != 1:
-        return False, None
-    (loop,) = loops
-    for call in ast.walk(loop):
-        match call:
-            case ast.Assign(targets=[target], value=ast.Call(func=ast.Name(id=layer), args=[ast.Name(id=hidden), *_])):
-                if layer in _names(loop.target):
-                    break
-    else:
-        return False, None
-    # hidden = layer(hidden), or hidden, weights = layer(hidden), or outputs = layer(hidden) and hidden = outputs[0]
-    result = ast.unparse(target.elts[0] if isinstance(target, ast.Tuple) else target)
-    own = {ast.unparse(call)} if result == hidden else {f"{hidden} = {result}", f"{hidden} = {result}[0]"}
-    for one in loop.body:
-        # A call's argument may decide that this is another sum, whose norm the next layer computes itself.
-        decided = isinstance(one, ast.If) and (
-            call in ast.walk(one) or _names(one.test) - _names(loop.target) - {"self"}
-        )
-        if hidden in stored(one) and not decided and ast.unparse(one) not in own:
-            return False, None
-    if loop.orelse or not own & {ast.unparse(node) for node in ast.walk(loop)}:
-        return False, None
-    if loop not in tree.body:
-        return True, None
-    for following in tree.body[tree.body.index(loop) + 1 :]:
-        if hidden in _names(following):
-            found = re.fullmatch(rf"(?:\w+ =|return) self\.([\w.]+)\({hidden}\)", ast.unparse(following))
-            return True, found and found[1]
-    return True, None
-
-
-def in_turn(block_class: type, layers: str) -> bool:
-    """Whether a block calls its layers by their numbers, as T5's; ``layers`` is the attribute that holds them."""
-    try:
-        return f"self.{layers}[0](" in ast.unparse(source(block_class.forward)[1])  # type: ignore[attr-defined]
-    except LeftAloneError:
-        return False
-
-
-def limits_float16(module_class: type) -> bool:
-    """Whether a forward pass limits rows of float16, as many encoders do after their last addition."""
-    return "torch.float16" in ast.unparse(source(module_class.forward)[1])  # type: ignore[attr-defined]
+    found.normed += fewer.normed
 
 
 def source(method: Callable[..., Any]) -> tuple[Any, ast.FunctionDef]:
@@ -315,7 +204,7 @@ class _Addition:
     used: int  # statements
 
     def arguments(self) -> str:
-        """Of ``_add_norm`` and ``_add_last``."""
+        """Of ``_add_norm``."""
         words = [] if self.first is None else [f"first=self.{self.first}"]
         words += [] if self.x_scale is None else [f"x_scale={ast.unparse(self.x_scale)}"]
         return ", ".join([ast.unparse(self.x), self.residual, *words])
@@ -442,31 +331,6 @@ def _target(statement: ast.stmt) -> str | None:
     """The name to which a statement assigns, if it is a single name."""
     match statement:
         case ast.Assign(targets=[ast.Name(id=name)]):
-            return name
-    return None
-
-
-def _returns(statements: list[ast.stmt], total: str) -> bool:
-    """Whether the statements return the sum, by itself or first in a tuple, and do nothing else with it.
-
-    In float16 they may limit it before, as in many encoders.
-    """
-    match statements:
-        case [ast.If(test=test), *rest] if ast.unparse(test).startswith(f"{total}.dtype == torch.float16"):
-            return _returns(rest, total)
-        case [ast.Assign(targets=[ast.Name(id=packed)], value=value), *rest] if _first(value) == total:
-            # if output_attentions: outputs += (weights,)
-            more = bool(rest) and isinstance(rest[0], ast.If) and f"    {packed} += " in ast.unparse(rest[0])
-            return _returns(rest[more:], packed)
-        case [ast.Return(value=ast.expr() as value)]:
-            return total in (ast.unparse(value), _first(value))
-    return False
-
-
-def _first(expression: ast.expr) -> str | None:
-    """NAME in ``(NAME, others)``, to which another tuple may be added."""
-    match expression:
-        case ast.Tuple(elts=[ast.Name(id=name), *_]) | ast.BinOp(left=ast.Tuple(elts=[ast.Name(id=name), *_])):
             return name
     return None
 

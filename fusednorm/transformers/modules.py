@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
+from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from fusednorm.calls.must_be_seen import is_exporting
 from fusednorm.operations.layer_norm import (
     fused_add_layer_norm,
     fused_add_layer_norm_on_fast_path,
@@ -35,22 +34,6 @@ from fusednorm.transformers.reads import Reads
 from fusednorm.transformers.replacing import Patched, bare
 
 
-class Handed(NamedTuple):
-    """The norm of a layer's result, which the layer computed for the next layer."""
-
-    total: Tensor
-    y: Tensor
-    version: int | None
-    grad_enabled: bool
-
-    def fits(self, x: Tensor) -> bool:
-        """Whether this is the norm of x, with the right gradient."""
-        return x is self.total and self.version == _version(x) and self.grad_enabled == is_grad_enabled()
-
-
-_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-
-
 @dataclass
 class NormState:
     """The state of a norm: its forms without and with a gate, and the attributes with which they hold."""
@@ -58,26 +41,6 @@ class NormState:
     forms: Forms
     gated: Forms
     reads: Reads
-    handed: Handed | None = None  # a result that the previous layer computed for it
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The state of a copy, without the result, which belongs to one tensor."""
-        return {**self.__dict__, "handed": None}
-
-
-@dataclass
-class LayerState:
-    """The state of a layer.
-
-    Attributes:
-        following: the norm of its result; None if that is not certain.
-        between: the modules whose hooks may see the result before that norm does.
-        limited: whether the model limits the result in float16, which makes another sum of it.
-    """
-
-    following: torch.nn.Module | None = None
-    between: tuple[torch.nn.Module, ...] = ()
-    limited: bool = False
 
 
 class PatchedNorm(Patched):
@@ -89,11 +52,6 @@ class PatchedNorm(Patched):
         """Normalises one argument, or gates it by a second one. For other arguments it calls the original class."""
         if len(args) == 1 and not kwargs:
             (x,) = args
-            handed = self._fusednorm.handed
-            if handed is not None:
-                self._fusednorm.handed = None
-                if handed.fits(x):
-                    return handed.y
             norm = self._taken(x)
             if norm is not None:
                 return _normed(norm, x)
@@ -140,9 +98,7 @@ class PatchedNorm(Patched):
 
 
 class PatchedLayer(Patched):
-    """A layer with fused additions; comes before the layer's original class. See ``layers.py``."""
-
-    _fusednorm = LayerState()
+    """A layer with fused additions; comes before the layer's original class. See ``layers.py``. Its state is True."""
 
     @classmethod
     def of_class(cls, before: type, norms: frozenset[str]) -> dict[str, Any]:
@@ -153,11 +109,6 @@ class PatchedLayer(Patched):
         """The forward pass."""
         before, _, norms = self._made_of
         return rewritten_layer(before, norms)
-
-    @property
-    def hands_over(self) -> bool:
-        """Whether it computes the norm of its result, too."""
-        return self._fusednorm.following is not None
 
     def _add_norm(
         self,
@@ -171,24 +122,11 @@ class PatchedLayer(Patched):
         fused = _added(norm, x, residual, first, x_scale)
         if fused is not None:
             return fused
-        total = self._sum(x, residual, first, x_scale)
+        if first is None:
+            total = residual + (x if type(x_scale) is float and x_scale == 1.0 else x * x_scale)
+        else:
+            total = self._norm_add(first, x, residual)
         return norm(total), total
-
-    def _add_last(
-        self, x: Tensor, residual: Tensor, first: torch.nn.Module | None = None, x_scale: Any = 1.0
-    ) -> Tensor:
-        """``residual + x``, whose term is as that of ``_add_norm``. Its norm is kept for the next layer."""
-        norm, compiling = self._fusednorm.following, is_dynamo_compiling()
-        # Writes, which hooks may do, are not counted if torch compiles, or in inference mode.
-        unwritten = not (compiling or is_inference_mode_enabled()) or _without_hooks(self)
-        limited = self._fusednorm.limited and x.dtype == torch.float16
-        if unwritten and isinstance(norm, PatchedNorm) and not (limited or self._recomputed(compiling)):
-            fused = _added(norm, x, residual, first, x_scale)
-            if fused is not None:
-                y, total = fused
-                norm._fusednorm.handed = Handed(total, y, _version(total), is_grad_enabled())
-                return total
-        return self._sum(x, residual, first, x_scale)
 
     def _norm_add(self, first: torch.nn.Module, x: Tensor, residual: Tensor) -> Tensor:
         """``residual + first(x)``."""
@@ -198,35 +136,16 @@ class PatchedLayer(Patched):
             return total
         return rms_norm_add(x, residual, norm.weight, norm.form.eps, **norm.form.of_norm)
 
-    def _sum(self, x: Tensor, residual: Tensor, first: torch.nn.Module | None, x_scale: Any) -> Tensor:
-        """``residual + x``, without a norm after it."""
-        if first is not None:
-            return self._norm_add(first, x, residual)
-        return residual + (x if type(x_scale) is float and x_scale == 1.0 else x * x_scale)
-
     def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
         """For :func:`fusednorm.contract`: additions. The norms around them are modules of their own."""
         layer = self.rewritten
         steps: list[tuple[str, dict[str, Any]]] = []
-        for factor in layer.factors[: layer.additions(self.hands_over)]:
+        for factor in layer.factors:
             x_scale = 1.0 if factor is None else evaluated(factor, layer.forward, self)
             if type(x_scale) in (float, int, str):  # the model's own code multiplies by others
                 x_scale = x_scale if type(x_scale) is str else float(x_scale)
                 steps += [("add", {})] if x_scale == 1.0 else [("scale", {"x_scale": x_scale}), ("add", {})]
         return steps
-
-    def _recomputed(self, compiling: bool) -> bool:
-        """Whether the backward pass may run this layer again by itself. Then no norm may be kept for the next layer."""
-        modules = (self, *self._fusednorm.between) if self.training else ()
-        if is_exporting() or any(getattr(module, "gradient_checkpointing", False) for module in modules):
-            return True
-        return not compiling and _saved_tensors_hooks(False) is not None
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator] # as for ``bare``
-def _without_hooks(layer: PatchedLayer) -> bool:
-    """Whether no hook sees a layer's result before the norm of it."""
-    return all(bare(module) for module in (layer, *layer._fusednorm.between))
 
 
 #: A forward pass for each class and its norms.
@@ -302,8 +221,3 @@ def _alike(x: Tensor, residual: Tensor, *weights: Tensor | None) -> bool:
     """Whether operands are of one shape and on one device: a call of ours broadcasts nothing, and moves nothing."""
     device = x.device
     return x.shape == residual.shape and all(t is None or t.device == device for t in (residual, *weights))
-
-
-def _version(x: Tensor) -> int | None:
-    """The number of writes to x, where torch counts them."""
-    return None if is_dynamo_compiling() or x.is_inference() else x._version

@@ -15,8 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from fusednorm.transformers.activations import PatchedActivations, patch_activations
 from fusednorm.transformers.attention import PatchedAttention, patch_rotations
-from fusednorm.transformers.layers import first_norm, in_turn, limits_float16, straight_on
-from fusednorm.transformers.modules import LayerState, NormState, PatchedLayer, PatchedNorm, rewritten_layer
+from fusednorm.transformers.modules import NormState, PatchedLayer, PatchedNorm, rewritten_layer
 from fusednorm.transformers.norms import Forms, forms
 from fusednorm.transformers.reads import LeftAloneError, Reads
 from fusednorm.transformers.replacing import Outcome, Patched, attach, detach
@@ -43,15 +42,13 @@ class Counts:
 
     Attributes:
         norms: number of norms that fusednorm computes.
-        adds: number of additions that are fused with the norm after them, of which
-        across: go from one layer into the next.
+        adds: number of additions that are fused with a norm of the same module, in the branch of an if with fewer.
         rotations: number of attention modules whose q and k are rotated, and normalised if they are, in one call.
         gates: number of MLPs and experts whose activation and product are one call, and of activations that are one.
     """
 
     norms: int
     adds: int
-    across: int
     rotations: int
     gates: int
 
@@ -85,10 +82,9 @@ class Report(Counts):
         if self.before.any:
             lines.append(f"already patched: {self.before}")
         if self.any:
-            fused = f"{self.adds} additions fused, {self.across} of them across layers"
             undo = "fusednorm.transformers.unpatch(model) undoes it"
-            others = f"{self.rotations} rotations and {self.gates} gates fused"
-            lines.append(f"{self.norms} norms replaced, {fused}, {others}; {undo}")
+            fused = f"{self.adds} additions, {self.rotations} rotations and {self.gates} gates fused"
+            lines.append(f"{self.norms} norms replaced, {fused}; {undo}")
         elif not self.before.any:
             lines.append("nothing in this model that fusednorm could replace: nothing was changed")
         return "\n".join(lines)
@@ -103,9 +99,8 @@ def _count(model: torch.nn.Module) -> Counts:
         sum(isinstance(module, kind) for module in patched)
         for kind in (PatchedNorm, PatchedAttention, PatchedActivations)
     )
-    layers = [module for module in patched if isinstance(module, PatchedLayer)]
-    across = sum(layer.hands_over for layer in layers)
-    return Counts(norms, sum(layer.rewritten.additions(layer.hands_over) for layer in layers), across, rotations, gates)
+    adds = sum(len(module.rewritten.factors) for module in patched if isinstance(module, PatchedLayer))
+    return Counts(norms, adds, rotations, gates)
 
 
 def _check(model: object) -> None:
@@ -169,17 +164,14 @@ def _patch(model: torch.nn.Module, kinds: set[str]) -> Report:
     if "norms" in kinds:
         outcomes.update(_patch_norms(model))
     if "additions" in kinds:
-        for owner in list(model.modules()):
-            for name, layers in _lists_of(owner):
-                outcomes.update(_patch_layers(owner, name, layers))
-        outcomes.update(_patch_others(model))
+        outcomes.update(_patch_layers(model))
     if "rotations" in kinds:
         outcomes.update(patch_rotations(model, PatchedNorm, "gates" in kinds))
     if "gates" in kinds:
         outcomes.update(patch_activations(model))
     entries = tuple(Entry(name, count, replaced, what) for (name, replaced, what), count in outcomes.items())
-    norms, adds, across, rotations, gates = map(operator.sub, astuple(_count(model)), astuple(before))
-    report = Report(norms, adds, across, rotations, gates, entries, before)
+    norms, adds, rotations, gates = map(operator.sub, astuple(_count(model)), astuple(before))
+    report = Report(norms, adds, rotations, gates, entries, before)
     _logger.log(logging.INFO if report.any or before.any else logging.WARNING, "%s", report)
     return report
 
@@ -268,69 +260,8 @@ def _describe(without: Forms, gated: Forms) -> str:
     return f"{name}({', '.join(described)})"
 
 
-def _lists_of(owner: torch.nn.Module) -> Iterator[tuple[str, torch.nn.ModuleList]]:
-    """The lists of a module, also in its dictionaries, as nanoGPT and litgpt have them."""
-    for name, child in owner.named_children():
-        if isinstance(child, torch.nn.ModuleDict):
-            yield from ((f"{name}.{inner}", layers) for inner, layers in _lists_of(child))
-        elif isinstance(child, torch.nn.ModuleList):
-            yield name, child
-
-
-def _patch_layers(owner: torch.nn.Module, name: str, layers: torch.nn.ModuleList) -> Iterator[Outcome]:
-    """Replaces layers with norms."""
-    straight, final = straight_on(type(owner), name)
-    parts = [(block, part) for block in layers for part in _parts(block)]
-    for index, (block, layer) in enumerate(parts):
-        if layer is None:
-            continue
-        norms = _norms_of(layer)
-        if isinstance(layer, Patched) or not norms:
-            continue
-        try:
-            found = rewritten_layer(type(layer), norms)  # type: ignore[arg-type] # classes have a hash
-        except LeftAloneError as error:
-            yield type(layer).__name__, False, str(error)
-            continue
-        following: Any = None
-        after: tuple[Any, Any] = (None, None)
-        if found.ends and straight:
-            last = index + 1 == len(parts)
-            after = after if last else parts[index + 1]
-            attribute = final if last else None if after[1] is None else first_norm(type(after[1]))
-            following = _at(owner if last else after[1], attribute)
-        handed = isinstance(following, PatchedNorm)
-        if not (found.fused or handed):
-            yield type(layer).__name__, False, "no norm follows its additions for certain"
-            continue
-        what = f"additions fused: {found.additions(handed) - handed} within"
-        what += ", 1 with the norm after the layer" if handed else ""
-        what += f"; {found.normed} with the norm before" if found.normed else ""
-        state = LayerState()
-        if handed:
-            between = tuple({module for module in (block, *after) if module not in (None, layer)})
-            state = LayerState(following, between, limits_float16(type(layer)) or limits_float16(type(block)))
-        yield attach(layer, PatchedLayer, norms, state, what)
-
-
-def _at(owner: torch.nn.Module, path: str | None) -> torch.nn.Module | None:
-    """The module below another one at a path; None if there is none."""
-    try:
-        return None if path is None else owner.get_submodule(path)
-    except AttributeError:
-        return None
-
-
-def _parts(block: torch.nn.Module | None) -> list[Any]:
-    """The layers of a block that only calls one after the other, as T5's; else the block."""
-    match [] if block is None else list(block.named_children()):
-        case [(name, torch.nn.ModuleList() as layers)] if in_turn(type(block), name):
-            return list(layers)
-    return [block]
-
-
-def _patch_others(model: torch.nn.Module) -> Iterator[Outcome]:
-    """Replaces modules with norms that are in no list of layers, as the parts of BERT's layers are."""
+def _patch_layers(model: torch.nn.Module) -> Iterator[Outcome]:
+    """Replaces modules that add to a row which a norm of theirs takes, or to one that it returns."""
     for module in list(model.modules()):
         norms = _norms_of(module)
         if isinstance(module, Patched) or not norms:
@@ -339,8 +270,9 @@ def _patch_others(model: torch.nn.Module) -> Iterator[Outcome]:
             found = rewritten_layer(type(module), norms)  # type: ignore[arg-type] # classes have a hash
         except LeftAloneError:  # most modules add nothing to what they normalise
             continue
-        if found.fused:
-            yield attach(module, PatchedLayer, norms, LayerState(), f"additions fused: {found.fused} within")
+        what = f"additions fused: {len(found.factors) or 'in one branch'}"
+        what += f"; {found.normed} with the norm before" if found.normed else ""
+        yield attach(module, PatchedLayer, norms, True, what)
 
 
 def _norms_of(module: torch.nn.Module) -> frozenset[str]:

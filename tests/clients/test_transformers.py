@@ -52,20 +52,20 @@ DEEPSEEK = {
     "v_head_dim": 16,
 }
 
-#: Configuration class, its arguments beside SMALL, norms of the model, additions fused, and of these across layers.
+#: Configuration class, its arguments beside SMALL, norms of the model, and additions fused.
 FAMILIES = {
-    "Llama": ("LlamaConfig", {}, 7, 6, 3),
-    "Mistral": ("MistralConfig", {}, 7, 6, 3),
-    "Qwen2": ("Qwen2Config", {}, 7, 6, 3),
-    "Qwen3": ("Qwen3Config", {"head_dim": 16}, 13, 6, 3),
-    "Gemma": ("GemmaConfig", {"head_dim": 16}, 7, 6, 3),
-    "Gemma2": ("Gemma2Config", {"head_dim": 16}, 13, 6, 3),
-    "Gemma3": ("Gemma3TextConfig", {"head_dim": 16}, 19, 6, 3),
-    "Phi3": ("Phi3Config", {}, 7, 6, 3),
-    "OLMo2": ("Olmo2Config", {}, 13, 6, 1),  # normalises what it adds, so that only the last norm follows an addition
-    "GLM4": ("Glm4Config", {"head_dim": 16}, 13, 6, 3),
-    "Granite": ("GraniteConfig", {"residual_multiplier": 0.22}, 7, 6, 3),
-    "DeepSeek-V3": ("DeepseekV3Config", DEEPSEEK, 13, 6, 3),
+    "Llama": ("LlamaConfig", {}, 7, 3),
+    "Mistral": ("MistralConfig", {}, 7, 3),
+    "Qwen2": ("Qwen2Config", {}, 7, 3),
+    "Qwen3": ("Qwen3Config", {"head_dim": 16}, 13, 3),
+    "Gemma": ("GemmaConfig", {"head_dim": 16}, 7, 3),
+    "Gemma2": ("Gemma2Config", {"head_dim": 16}, 13, 6),
+    "Gemma3": ("Gemma3TextConfig", {"head_dim": 16}, 19, 6),
+    "Phi3": ("Phi3Config", {}, 7, 3),
+    "OLMo2": ("Olmo2Config", {}, 13, 6),  # normalises what it adds
+    "GLM4": ("Glm4Config", {"head_dim": 16}, 13, 6),
+    "Granite": ("GraniteConfig", {"residual_multiplier": 0.22}, 7, 3),
+    "DeepSeek-V3": ("DeepseekV3Config", DEEPSEEK, 13, 3),
 }
 
 family = pytest.mark.parametrize("name", FAMILIES)
@@ -138,7 +138,7 @@ def test_families(name):
         report = fusednorm.transformers.patch(model)
         after = model(tokens(), output_hidden_states=True)
         assert torch.equal(model.generate(tokens(), max_new_tokens=64, min_new_tokens=64, do_sample=False), generated)
-    assert (report.norms, report.adds, report.across) == FAMILIES[name][2:]
+    assert (report.norms, report.adds) == FAMILIES[name][2:]
     assert all(torch.equal(*states) for states in zip(before.hidden_states, after.hidden_states, strict=True))
     assert torch.equal(before.logits, after.logits)
     fusednorm.transformers.unpatch(model)
@@ -205,7 +205,7 @@ def test_additions_are_fused(name, monkeypatch):
     count(modules, "rms_norm", 0, 1)
     count(rotations, "qk_norm_rope", 0, None)
     logits(patched(build(name)))
-    count_of_norms, adds, _ = FAMILIES[name][2:]
+    count_of_norms, adds = FAMILIES[name][2:]
     assert calls == {"fused": adds, "norms": count_of_norms}
 
 
@@ -309,18 +309,14 @@ def test_layer_by_hand():
             return self.work(x)
 
     names = frozenset({"first", "second"})
-    assert layers.rewritten(Layer, names)[1:5] == (1, 0, True, False)
-    assert layers.rewritten(Layer, names).factors == ("scale", None)
-    assert layers.rewritten(Layer, frozenset({"first"}))[1:5] == (0, 0, True, False)
-    assert layers.rewritten(Kept, names)[1:5] == (1, 0, False, False)
-    assert layers.rewritten(Normed, names)[1:5] == (2, 2, True, True)
-    assert layers.rewritten(Normed, frozenset({"first"}))[1:5] == (1, 1, True, False)
-    assert layers.rewritten(Scaled, names)[1:5] == (1, 0, True, False)
-    assert layers.rewritten(Scaled, names).factors == ("self.beta", "0.5")
-    for kept in (Other, Twice, Own):
+    assert layers.rewritten(Layer, names)[1:] == (("scale",), 0)
+    assert layers.rewritten(Kept, names)[1:] == ((None,), 0)
+    assert layers.rewritten(Normed, names)[1:] == ((None, None), 2)
+    assert layers.rewritten(Normed, frozenset({"first"}))[1:] == ((None,), 1)
+    assert layers.rewritten(Scaled, names)[1:] == (("self.beta",), 0)
+    for kept, of_norms in ((Layer, frozenset({"first"})), (Other, names), (Twice, names), (Own, names)):
         with pytest.raises(LeftAloneError, match="no addition"):
-            layers.rewritten(kept, names)
-    assert (layers.first_norm(Layer), layers.first_norm(Kept), layers.first_norm(Other)) == ("first", "work", "work")
+            layers.rewritten(kept, of_norms)
 
 
 class Sandwich(torch.nn.Module):
@@ -368,73 +364,6 @@ def test_norms_around_an_addition(alike, monkeypatch):
     assert len(calls) == alike
 
 
-def test_straight_on():
-    """Only where nothing stands between two layers is a norm computed for the layer after."""
-
-    class Straight(torch.nn.Module):
-        def forward(self, x):
-            for layer in self.layers[: self.depth]:
-                mask = self.mask
-                x = layer(x, mask)
-            return self.norm(x)
-
-    class Between(torch.nn.Module):
-        def forward(self, x):
-            for layer in self.layers:
-                x = layer(x)
-                x += 1
-            return self.norm(x)
-
-    class Weights(torch.nn.Module):
-        def forward(self, x):
-            for layer in self.layers:
-                x, weights = layer(x)
-                self.all_weights += (weights, x)
-            return self.norm(x)
-
-    class Outputs(torch.nn.Module):
-        def forward(self, x):
-            for layer in self.layers:
-                outputs = layer(x)
-                x = outputs[0]
-            return self.norm(x)
-
-    class Second(torch.nn.Module):
-        def forward(self, x):
-            for layer in self.layers:
-                outputs = layer(x)
-                x = outputs[1]
-            return self.norm(x)
-
-    class Skipped(torch.nn.Module):
-        def forward(self, x):
-            for layer in self.layers:
-                if self.depth:
-                    x = layer(x)
-            return self.norm(x)
-
-    class Added(torch.nn.Module):
-        def forward(self, x, images):
-            for i, layer in enumerate(self.layers):
-                x = layer(x)
-                if images is not None:
-                    x = x + images[i]
-            return self.norm(x)
-
-    class Always(torch.nn.Module):
-        def forward(self, x):
-            for i, layer in enumerate(self.layers):
-                if self.positions[i] is not None:
-                    x = x + self.positions[i]
-                x = layer(x)
-            return self.norm(x)
-
-    for owner in (Straight, Weights, Outputs, Skipped, Added):
-        assert layers.straight_on(owner, "layers") == (True, "norm")
-    for owner in (Between, Second, Always):
-        assert layers.straight_on(owner, "layers") == (False, None)
-
-
 MAMBA = {"head_dim": 16, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "attn_layer_indices": [1]}
 NEMOTRON = {
     "layers_block_type": ["mamba", "attention", "mlp"],
@@ -448,20 +377,17 @@ NEMOTRON = {
 }
 
 
-@pytest.mark.parametrize(("name", "arguments", "adds"), [("Bamba", MAMBA, 6), ("NemotronH", NEMOTRON, 3)])
-def test_sums_are_handed_over_beside_other_results(name, arguments, adds):
-    """Bamba's layers return a sum and weights; Nemotron-H's first convert their input, to the dtype that it has."""
+@pytest.mark.parametrize(("name", "arguments", "adds"), [("Bamba", MAMBA, 3), ("NemotronH", NEMOTRON, 0)])
+def test_layers_of_states(name, arguments, adds):
+    """Bamba's layers return a sum and weights; Nemotron-H's end with their only addition."""
     model = model_of(f"{name}Config", arguments, torch.bfloat16)
     fusednorm.transformers.patch(model, steps="norms")
     with torch.no_grad():
         wanted = model(tokens(), use_cache=False).logits
         fusednorm.transformers.unpatch(model)
         report = fusednorm.transformers.patch(model, steps=("norms", "additions"))
-        assert (report.adds, report.across) == (adds, 3)
+        assert report.adds == adds
         assert torch.equal(model(tokens(), use_cache=False).logits, wanted)
-        weight = model.model.layers[1].pre_ff_layernorm.weight if name == "Bamba" else model.model.layers[1].norm.weight
-        weight.zero_()
-        assert not torch.equal(model(tokens(), use_cache=False).logits, wanted)
 
 
 class Block(torch.nn.Module):
@@ -502,7 +428,7 @@ def test_layers_in_a_dictionary(unfused):
     model, x = GPT().bfloat16(), torch.randn(2, 5, 16).bfloat16()
     wanted = model(x)
     report = fusednorm.transformers.patch(model)
-    assert (report.norms, report.adds, report.across) == (7, 6, 3)
+    assert (report.norms, report.adds) == (7, 3)
     y = model(x)
     assert (y != wanted).float().mean() < 0.01
     unfused()
@@ -520,50 +446,16 @@ def t5(kind, dtype):
     return transformers.AutoModelForSeq2SeqLM.from_config(config, dtype=dtype).eval()
 
 
-def doubled(output):
-    """In place, the rows of a block that returns them alone or with others."""
-    (output[0] if isinstance(output, tuple) else output).mul_(2)
-
-
 @pytest.mark.parametrize("kind", ["T5", "UMT5"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_layers_in_blocks(kind, dtype, unfused, monkeypatch):
-    """In float16, where a block limits its sums, none is handed over."""
-    normed, handed = [], []
-    own, of_own = modules._normed, modules.Handed
-    model = t5(kind, dtype)
+def test_layers_in_blocks(kind):
+    """Each ends with its only addition, so norms alone are replaced."""
+    model = t5(kind, torch.bfloat16)
     inputs = {"input_ids": tokens(), "decoder_input_ids": tokens(), "use_cache": False}
     with torch.no_grad():
         wanted = model(**inputs).logits
         report = fusednorm.transformers.patch(model, activations=False)
-        monkeypatch.setattr(modules, "_normed", lambda *norm: (normed.append(norm), own(*norm))[1])
-        monkeypatch.setattr(modules, "Handed", lambda *norm: (handed.append(norm), of_own(*norm))[1])
-        assert (report.norms, report.adds, report.across) == (17, 15, 15)
-        assert torch.equal(model(**inputs).logits, wanted) or dtype != torch.bfloat16
-        # The first norm of a stack has no addition before it.
-        assert (len(normed), len(handed)) == ((17, 0) if dtype == torch.float16 else (2, 15))
-    with torch.inference_mode():  # which counts no writes
-        model.encoder.block[1].register_forward_hook(lambda module, inputs, output: doubled(output))
-        normed.clear()
-        after = model(**inputs).logits
-        assert len(normed) == (17 if dtype == torch.float16 else 5)  # before, in and after the block
-        unfused()
-        assert torch.equal(model(**inputs).logits, after)
-
-
-def test_blocks_with_gradient_checkpointing(unfused, monkeypatch):
-    """A block runs again by itself, so none of its layers hands a norm over."""
-    monkeypatch.setattr(modules, "Handed", None)
-    model = patched(t5("T5", torch.float32)).train()
-    model.gradient_checkpointing_enable({"use_reentrant": True})
-    model.enable_input_require_grads()
-    found = []
-    for prepare in (lambda: None, unfused):
-        prepare()
-        model.zero_grad()
-        model(tokens(), labels=tokens(), use_cache=False).loss.backward()
-        found.append([parameter.grad for parameter in model.parameters()])
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+        assert (report.norms, report.adds) == (17, 0)
+        assert torch.equal(model(**inputs).logits, wanted)
 
 
 class Llamas(torch.nn.Module):
@@ -615,17 +507,17 @@ def test_report_is_returned_and_logged(caplog, capfd):
     reports += [fusednorm.transformers.unpatch(model), fusednorm.transformers.unpatch(model)]
     first, second, undone, nothing = reports
     assert "LlamaRMSNorm" in str(first)
-    assert "7 norms replaced, 6 additions fused, 3 of them across layers" in str(first)
+    assert "7 norms replaced, 3 additions, 3 rotations and 3 gates fused" in str(first)
     assert "fusednorm.transformers.unpatch(model)" in str(first)
     assert repr(first) == str(first)
-    assert str(second) == "already patched: 7 norms, 6 additions, 3 rotations, 3 gates"
-    assert (second.norms, second.adds, second.across, second.before) == (0, 0, 0, undone)
-    assert (undone.norms, undone.adds, undone.across) == (7, 6, 3)
-    assert (nothing.norms, nothing.adds, nothing.across) == (0, 0, 0)
+    assert str(second) == "already patched: 7 norms, 3 additions, 3 rotations, 3 gates"
+    assert (second.norms, second.adds, second.before) == (0, 0, undone)
+    assert (undone.norms, undone.adds) == (7, 3)
+    assert (nothing.norms, nothing.adds) == (0, 0)
     assert [record.getMessage() for record in caplog.records] == [
         str(first),
         str(second),
-        "put back: 7 norms, 6 additions, 3 rotations, 3 gates",
+        "put back: 7 norms, 3 additions, 3 rotations, 3 gates",
         "put back: 0 norms, 0 additions, 0 rotations, 0 gates",
     ]
     assert {record.levelname for record in caplog.records} == {"INFO"}
@@ -671,14 +563,9 @@ def test_save_and_load(tmp_path):
 def test_copies_and_pickles():
     model = patched(build("Llama"))
     expected = logits(model)
-    # A norm that was computed for a layer that was then not called: no copy may try to take it along.
-    norm, y = model.model.layers[0].input_layernorm, (model.model.norm.weight * 2)
-    norm._fusednorm.handed = modules.Handed(y, y, None, True)
     duplicate = copy.deepcopy(model)
     assert sum(isinstance(module, modules.PatchedNorm) for module in duplicate.modules()) == 7
     assert torch.equal(logits(duplicate), expected)
-    following = duplicate.model.layers[0]._fusednorm.following
-    assert following is duplicate.model.layers[1].input_layernorm
     # The `kernels` package puts functions into the model that cannot be pickled, but not into its norms.
     norm = pickle.loads(pickle.dumps(model.model.norm))
     assert isinstance(norm, modules.PatchedNorm)
@@ -831,10 +718,7 @@ def test_lora():
         model = peft.get_peft_model(build("Llama"), config)
         if patch:
             report = fusednorm.transformers.patch(model)
-            assert (report.norms, report.adds) == (
-                10,
-                4,
-            )  # the wrapped ones twice; additions before them are left alone
+            assert (report.norms, report.adds) == (10, 3)  # the wrapped norms twice
         found.append(logits(model))
     assert torch.equal(*found)
     model(tokens(), labels=tokens()).loss.backward()

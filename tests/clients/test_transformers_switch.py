@@ -29,7 +29,7 @@ def test_kinds_of_steps(qwen3, kind):
 def test_more_kinds_of_steps(qwen3):
     """All of them are what the patch takes without a choice, and additions need the norms around them."""
     counts = patch(qwen3, steps=("norms", "additions"))
-    assert (counts.norms, counts.adds, counts.rotations, counts.gates) == (9, 4, 0, 0)
+    assert (counts.norms, counts.adds, counts.rotations, counts.gates) == (9, 2, 0, 0)
     unpatch(qwen3)
     assert not patch(qwen3, steps=()).any
     assert not patch(qwen3, steps="additions").any
