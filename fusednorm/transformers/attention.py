@@ -25,13 +25,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from fusednorm.operations.rotate import rotate
 from fusednorm.transformers.activations import PatchedActivations, Products, products_of
 from fusednorm.transformers.layers import _names, _parse, _target, called, compiled, evaluated, source, stored
 from fusednorm.transformers.modules import taken_beside
 from fusednorm.transformers.reads import LeftAloneError, Reads
-from fusednorm.transformers.replacing import Outcome, Patched, attach, replaced
+from fusednorm.transformers.replacing import Outcome, Patched, attach, bare, replaced
 from fusednorm.transformers.rotations import Rotation, Rotations, Tables, rotations, tables_of
 
 
@@ -58,8 +59,10 @@ class PatchedTables(Patched):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original class's result."""
         tables, (kind, reads) = super().forward(*args, **kwargs), self._fusednorm
-        # Tables of learned numbers may have gradients, which ours have not.
-        return kind(tables) if type(tables) is tuple and reads.hold(self) and not tables[0].requires_grad else tables
+        # Tables of learned numbers may have gradients, which ours have not; a compiler does not show hooks' writes.
+        seen = not is_dynamo_compiling() or bare(self)
+        fits = type(tables) is tuple and reads.hold(self) and seen and not tables[0].requires_grad
+        return kind(tables) if fits else tables
 
 
 class PatchedAttention(Patched):
@@ -89,18 +92,18 @@ class PatchedAttention(Patched):
                 q, k = q_norm(q), k_norm(k)
             else:
                 form, q_weight, k_weight = one.form, one.weight, other.weight
-        if rotation is not None:
+        if rotation is not None and (angles := tables.angles()) is not None:
             x, y = q, k
             if rotation.heads == 1 and not site.transposed:
                 x, y = x.transpose(1, 2), y.transpose(1, 2)
             if rotation.to_halves:
                 x, y = _as_halves(x, tables.size), _as_halves(y, tables.size)
-            cos, sin = tables.angles
+            cos, sin = angles
             both: tuple[Any, Any] | None = rotation.of(x, y, cos, sin, form, q_weight, k_weight, tables)
             if both is not None:
                 return both
-            if form is not None:
-                q, k = q_norm(q), k_norm(k)
+        if form is not None:
+            q, k = q_norm(q), k_norm(k)
         if site.transposed:
             q, k = q.transpose(1, 2), k.transpose(1, 2)
         cos, sin = tables
@@ -112,11 +115,12 @@ class PatchedAttention(Patched):
         site = self._sites[number]
         rotation = self._rotation(site, function, x, tables)
         heads = x.transpose(1, 2) if rotation is not None and rotation.heads == 1 else x
-        if rotation is None or rotation.to_halves or not tables.fit(heads, heads):
+        angles = None if rotation is None or rotation.to_halves else tables.angles()
+        if rotation is None or angles is None or not tables.fit(heads, heads):
             cos, sin = tables
             return function(x, cos, sin, **site.arguments)
         flags: dict[str, Any] = {"interleaved": rotation.interleaved, "round_products": rotation.round_products}
-        y = rotate(heads, *tables.angles, **flags)
+        y = rotate(heads, *angles, **flags)
         return y.transpose(1, 2) if rotation.heads == 1 else y
 
     def rotated(self, q: Tensor, k: Tensor, tables: Any) -> tuple[Tensor, Tensor] | None:
@@ -124,12 +128,12 @@ class PatchedAttention(Patched):
         if not isinstance(tables, Tables):
             return None
         kind = q.dtype, tables.dtype, tables.columns, q.size(-1) == tables.size, q.dim()
-        rotation = self._sites[0].rotations.get(kind)
-        if rotation is None:
+        rotation, angles = self._sites[0].rotations.get(kind), tables.angles()
+        if rotation is None or angles is None:
             return None
         if rotation.to_halves:
             q, k = _as_halves(q, tables.size), _as_halves(k, tables.size)
-        q, k = rotation.of(q, k, *tables.angles)
+        q, k = rotation.of(q, k, *angles)
         return (q.transpose(1, 2), k.transpose(1, 2)) if rotation.heads == 1 else (q, k)
 
     def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:

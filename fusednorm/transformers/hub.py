@@ -197,14 +197,12 @@ def _rotation(
 
 def _repeat(function: torch.nn.Module, kind: type[Tables], cos: Tensor, sin: Tensor) -> bool:
     """Whether the columns of both tables repeat so. The last two that did are not looked at again before a write."""
-    if kind is Tables:
-        return True
     last = function.__dict__.get("_fusednorm_tables", (lambda: None, lambda: None))
     counted = not (cos.is_inference() or sin.is_inference())  # others count no writes
     same = counted and last[0]() is cos and last[1]() is sin
     if same and last[2:] == (kind, cos._version, sin._version):
         return True
-    found = all(torch.equal(kind.from_angles(kind.to_angles(table)), table) for table in (cos, sin))
+    found = kind.repeat(cos) and kind.repeat(sin)
     if counted and found:  # without the tensors, whose memory this would keep
         kept = weakref.ref(cos), weakref.ref(sin), kind, cos._version, sin._version
         function.__dict__["_fusednorm_tables"] = kept

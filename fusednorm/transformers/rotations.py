@@ -173,21 +173,39 @@ class Tables(tuple[Tensor, Tensor]):
     #: The columns: the angles once, twice as two halves, or twice side by side.
     columns = "once"
 
-    angles: tuple[Tensor, Tensor]  # without the half of the columns that repeats the other half
     size: int  # the numbers of a head that they rotate
     batch: int  # the rows of tokens; 1 holds for any number
     tokens: int
     dims: int
     dtype: dtype
+    _angles: tuple[Tensor, Tensor]
+    _written: list[int] | None
 
     def __new__(cls, tables: Iterable[Tensor]) -> Tables:
         self = tuple.__new__(cls, tables)
         cos, sin = self
-        self.angles = cls.to_angles(cos), cls.to_angles(sin)
-        *batch, self.tokens, angles = self.angles[0].shape
+        self._angles, self._written = (cls.to_angles(cos), cls.to_angles(sin)), _writes(self)
+        *batch, self.tokens, angles = self._angles[0].shape
         self.batch = batch[0] if batch else 1
         self.size, self.dtype, self.dims = 2 * angles, cos.dtype, cos.dim()
         return self
+
+    def angles(self) -> tuple[Tensor, Tensor] | None:
+        """cos and sin without the half of the columns that repeats the other half, as they are now.
+
+        None if it does not repeat it any more, after a write. A compiler shows no writes, so there all are of whole
+        tables.
+        """
+        if is_dynamo_compiling():
+            cos, sin = self
+            return self.to_angles(cos), self.to_angles(sin)
+        written = _writes(self)
+        if written != self._written or written is None:
+            cos, sin = self
+            if not (self.repeat(cos) and self.repeat(sin)):
+                return None
+            self._angles, self._written = (self.to_angles(cos), self.to_angles(sin)), written
+        return self._angles
 
     def fit(self, q: Tensor, k: Tensor) -> bool:
         """Whether these are of the tokens of q and k, [batch, tokens, heads, D] or [tokens, heads, D]."""
@@ -205,6 +223,11 @@ class Tables(tuple[Tensor, Tensor]):
     def from_angles(angles: Tensor) -> Tensor:
         """All columns."""
         return angles
+
+    @classmethod
+    def repeat(cls, table: Tensor) -> bool:
+        """Whether the columns of a table are such columns."""
+        return cls is Tables or torch.equal(cls.from_angles(cls.to_angles(table)), table)
 
 
 class Halves(Tables):
@@ -233,6 +256,12 @@ class Pairs(Tables):
     @staticmethod
     def from_angles(angles: Tensor) -> Tensor:
         return angles.repeat_interleave(2, -1)
+
+
+def _writes(tables: Iterable[Tensor]) -> list[int] | None:
+    """The number of writes to each table; None where torch counts none."""
+    uncounted = is_dynamo_compiling() or any(table.is_inference() for table in tables)
+    return None if uncounted else [table._version for table in tables]
 
 
 #: By the columns.
@@ -301,6 +330,6 @@ def _tables(
         numbers = [symbols.of(table) for table in found]
     even = cos.shape[-1] % 2 == 0
     for kind in _TABLES.values():
-        if (even or kind is Tables) and all(torch.equal(kind.from_angles(kind.to_angles(n)), n) for n in numbers):
+        if (even or kind is Tables) and all(map(kind.repeat, numbers)):
             return kind
     return None
