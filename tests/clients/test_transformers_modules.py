@@ -7,11 +7,17 @@ weights; most are compared with the same model whose norms alone are replaced, w
 import copy
 import functools
 import gc
+import itertools
 import pickle
+import warnings
 import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn import ModuleList
 from torch.utils._pytree import tree_leaves
 
@@ -21,6 +27,7 @@ from fusednorm.transformers.modules import PatchedNorm
 
 transformers = pytest.importorskip("transformers", reason="the tox environment `transformers` installs it")
 
+from ranks import on_ranks  # noqa: E402 - after the line that skips
 
 SIZES = {
     "vocab_size": 64,
@@ -292,10 +299,10 @@ def test_a_deep_model_is_copied():
         same([rows(copied)], [rows(model)])
 
 
-@pytest.mark.parametrize(("name", "size"), [("GPT2", "n_layer"), ("T5", "num_layers"), ("Bert", "num_hidden_layers")])
-def test_a_layer_is_pickled_alone(name, size):
+@pytest.mark.parametrize("name", ["GPT2", "T5", "ViT"])
+def test_a_layer_is_pickled_alone(name):
     """Its pickle does not grow with the layers after it, but for the numbers of the configuration."""
-    few, many = (pickle.dumps(layers_of(once(name, STEPS, **{size: number}))[0]) for number in (2, 9))
+    few, many = (pickle.dumps(layers_of(once(name, STEPS, num_hidden_layers=number))[0]) for number in (2, 9))
     assert abs(len(few) - len(many)) < 64
     assert any(isinstance(module, PatchedNorm) for module in pickle.loads(few).modules())
 
@@ -315,8 +322,8 @@ def edited(model, change):
 @family
 def test_layers_in_another_sequence(name):
     """Between patch and call; and nothing keeps a layer that is gone."""
-    model, wanted = build(name), build(name, "norms")
-    for change in ("reordered", "replaced", "deleted"):
+    for change in ("deleted", "reordered", "replaced"):
+        model, wanted = build(name), build(name, "norms")
         gone = weakref.ref(layers_of(model)[1])
         edited(model, change)
         gc.collect()
@@ -435,3 +442,118 @@ def test_weights_without_memory_between_calls(name, patch_first):
         patch_first = fusednorm.transformers.patch(model, steps=STEPS).norms > 0
     with torch.no_grad():
         same([rows(model)], [rows(build(name, "norms" if patch_first else ()))])
+
+
+# On two ranks
+
+
+class Headed(torch.nn.Module):
+    """A model and a head, each of which may be a unit of FSDP, with one sequence of rows per rank."""
+
+    def __init__(self, body):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = body, torch.nn.Linear(32, 8)
+
+    def forward(self, seed):
+        return self.head(rows(self.body, seed))
+
+
+def step(model, seed):
+    """Its rows without gradients, in evaluation, and with them, by calls of the whole, as FSDP wants."""
+    with torch.no_grad():
+        alone = model.eval()(seed)
+    y = model.train()(seed)
+    y.float().square().mean().backward()
+    return [alone, y.detach()]
+
+
+@functools.cache
+def of_one_process(name):
+    """The rows of each rank, and the means of all gradients: halves are exact."""
+    ys, gradients = [], []
+    for seed in range(2):
+        model = Headed(build(name))
+        ys.append(step(model, seed))
+        gradients.append({key: p.grad for key, p in model.named_parameters() if p.grad is not None})
+    return ys, {key: (gradients[0][key] + gradients[1][key]) / 2 for key in gradients[0]}
+
+
+def same_gradients(found, gradients):
+    assert found.keys() == gradients.keys()
+    differing = [key for key in found if not torch.equal(found[key], gradients[key])]
+    assert not differing, differing
+
+
+def units(model, of_norms):
+    """Layers, and the head; and each norm by itself, before the layers that have it."""
+    norms = [m for m in model.modules() if "Norm" in type(m).__name__] if of_norms else []
+    return [*norms, *layers_of(model.body), model.head]
+
+
+@on_ranks(2)
+@family
+def test_fully_sharded(name):
+    """Before the patch and after it, with and without norms as units: rows and gradients are those of one process.
+
+    The gradient of what T5's decoder takes of its encoder is a sum, which FSDP makes in another sequence.
+    """
+    ys, gradients = of_one_process(name)
+    for of_norms in (False, True):
+        for steps in ("norms", STEPS, ()):
+            model = Headed(build(name, steps))
+            for unit in units(model, of_norms):
+                fully_shard(unit)
+            fully_shard(model)
+            if not steps:
+                assert fusednorm.transformers.patch(model, steps=STEPS).norms
+            same(step(model, dist.get_rank()), ys[dist.get_rank()])
+            found = {key: p.grad.full_tensor() for key, p in model.named_parameters() if p.grad is not None}
+            if name == "T5" and steps == "norms":
+                gradients = found
+            same_gradients(found, gradients)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "GPT2", "Bert"])
+def test_fully_sharded_with_a_policy(name):
+    """Beside norms alone, which only read their own weights."""
+    for of_norms in (False, True):
+        found = []
+        for steps in ("norms", STEPS):
+            model = Headed(build(name, steps))
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            for unit in units(model, of_norms):
+                fully_shard(unit, mp_policy=policy, reshard_after_forward=False)
+            fully_shard(model, mp_policy=policy)
+            found.append(step(model, dist.get_rank()))
+        same(*found)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("original", [True, False], ids=["original", "flat"])
+def test_fsdp1(original):
+    """The first FSDP, of layers and the head, in all strategies: rows, and gradients where parameters have them."""
+    for name, strategy in itertools.product(("Llama", "Gemma2", "GPT2", "T5"), ShardingStrategy):
+        ys, gradients = of_one_process(name)
+        model, rank = Headed(build(name)), dist.get_rank()
+        hybrid = {"device_mesh": init_device_mesh("cpu", (1, 2))} if "HYBRID" in strategy.name else {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # NO_SHARD is deprecated
+            sharded = FullyShardedDataParallel(
+                model,
+                auto_wrap_policy=ModuleWrapPolicy({type(unit) for unit in units(model, False)}),
+                sharding_strategy=strategy,
+                use_orig_params=original,
+                device_id=torch.device("cpu"),
+                **hybrid,
+            )
+        same(step(sharded, rank), ys[rank])
+        if original:
+            with FullyShardedDataParallel.summon_full_params(sharded, with_grads=True):
+                same_gradients({key: p.grad for key, p in clean(sharded) if p.grad is not None}, gradients)
+
+
+def clean(sharded):
+    """Parameters by the names that they have without FSDP's modules."""
+    return ((key.replace("_fsdp_wrapped_module.", ""), one) for key, one in sharded.named_parameters())
