@@ -24,8 +24,21 @@ enum {
     FN_LOG_PROB_D, FN_LOG_PROB_DH
 };
 
+/*
+ * Those of modulate: scale and shift have the rows of y, which share memory where they are of samples. Backward OUT is D, and the
+ * gradients follow, each of which may be absent. Those of scale and shift are contiguous, and each of their rows is the sum over
+ * `outer_stride` rows of y.
+ */
+enum {
+    FN_MODULATE_Y, FN_MODULATE_SCALE, FN_MODULATE_SHIFT, FN_MODULATE_OUT, FN_MODULATE_D = FN_MODULATE_OUT, FN_MODULATE_DY,
+    FN_MODULATE_DSCALE, FN_MODULATE_DSHIFT, FN_MODULATE_OPERANDS
+};
+
 /* Flags that are numbers, in their order, 0 for None; of log-probabilities the softcap. */
-enum { FN_LOG_PROB_SOFTCAP, FN_NUMBERS = 2 };
+enum { FN_LOG_PROB_SOFTCAP, FN_MODULATE_ROUND_STEPS = 0, FN_NUMBERS = 2 };
+
+/* Columns that are added up together: a tile for each level of the sum stays in the first cache. */
+enum { FN_MODULATE_TILE = 512 };
 
 struct fn_declared {
     int64_t pass, operation; /* enum fn_declared_of */
@@ -85,5 +98,11 @@ struct fn_row_work {
 static inline int64_t fn_declared_shared(int64_t hidden) { return 16 + 3 * fn_declared_sums(hidden); }
 
 typedef void fn_declared_row(const struct fn_declared *job, int64_t m, const struct fn_row_work *work);
+
+/*
+ * Computes columns [begin, begin + n) of the gradient of a sample's scale or shift, the operand `of`; n: a tile at most. `sums` has
+ * room for a tile for each level of the sum, and for one more.
+ */
+typedef void fn_modulate_sums(const struct fn_declared *job, int of, int64_t sample, int64_t begin, int n, void *sums);
 
 #endif

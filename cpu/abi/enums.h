@@ -51,10 +51,11 @@ enum fn_gate_order {
     FN_ALONE = 0, FN_AND_MUL = 1, FN_NORM_FIRST = 2, FN_GATE_FIRST = 3, FN_FUNCTION = 4
 };
 
-/* Declared operations with kernels of C. LOGARITHM: of each number, for tests. SUMS: of a row's segments. */
+/* Declared operations with kernels of C, and gradients with kernels of their own. LOGARITHM: of each number, for tests.
+ * SUMS: of a row's segments. */
 enum fn_declared_of {
     FN_LOG_SOFTMAX = 0, FN_LOGSUMEXP = 1, FN_SELECTED = 2, FN_SELECTED_AND_ENTROPY = 3, FN_LOGARITHM = 4,
-    FN_SUMS = 5
+    FN_SUMS = 5, FN_MODULATE = 6, FN_MODULATE_BACKWARD = 7
 };
 
 /* Flags of a rotation, beside ROUND_NORM. */

@@ -186,7 +186,7 @@ typedef void fn_quantize_row(const struct fn_quantizer *q, int kind, const char 
 #define FN_KERNELS(fn) fn(forward_rows) FN_KERNELS_BESIDE(fn)
 #define FN_KERNELS_BESIDE(fn)                                                                  \
     fn(two_norms_rows) fn(backward_begin) fn(backward_rows) fn(backward_flush) fn(backward_end) \
-    fn(normalise_again) fn(quantize_row) fn(gate_run) fn(rotate_row) fn(declared_row)
+    fn(normalise_again) fn(quantize_row) fn(gate_run) fn(rotate_row) fn(declared_row) fn(modulate_sums)
 #define FN_MEMBER(name) fn_##name *name;
 struct fn_kernels {
     FN_KERNELS(FN_MEMBER)

@@ -48,8 +48,37 @@ static int run_divided(struct work *work) {
     return failed;
 }
 
+/* Tiles of the gradient of scale or of shift. */
+struct sums {
+    const struct fn_declared *job;
+    fn_modulate_sums *sum;
+    int of;
+    int64_t per_sample; /* tiles */
+};
+
+static void sum_share(const void *argument, int64_t begin, int64_t end, char *buffer) {
+    const struct sums *sums = argument;
+    for (int64_t tile = begin; tile < end; tile++) {
+        const int64_t sample = tile / sums->per_sample, first = (tile - sample * sums->per_sample) * FN_MODULATE_TILE;
+        const int64_t left = sums->job->hidden - first;
+        sums->sum(sums->job, sums->of, sample, first, (int)(left < FN_MODULATE_TILE ? left : FN_MODULATE_TILE), buffer);
+    }
+}
+
+static int run_sums(const struct fn_declared *job, int of) {
+    const int64_t per_sample = (job->hidden + FN_MODULATE_TILE - 1) / FN_MODULATE_TILE;
+    const struct sums sums = {job, fn_kernels_for(FN_F32)->modulate_sums, of, per_sample};
+    const size_t bytes = (FN_LEVELS + 1) * FN_MODULATE_TILE * (job->wide ? sizeof(double) : sizeof(float));
+    if (!job->operand[of].kind) return 0;
+    return fn_divide(sum_share, &sums, job->rows / job->operand[of].outer_stride * per_sample, job->rows * job->hidden, job->threads, bytes);
+}
+
 int fn_run_declared(const void *packed) {
     const struct fn_declared *job = packed;
+    if (job->operation == FN_MODULATE_BACKWARD) {
+        if (run_sums(job, FN_MODULATE_DSCALE) || run_sums(job, FN_MODULATE_DSHIFT)) return 1;
+        if (!job->operand[FN_MODULATE_DY].kind) return 0;
+    }
     const int64_t bytes = job->rows * job->hidden * fn_element_size(job->operand[0].kind);
     const size_t item = job->wide ? sizeof(double) : sizeof(float), shared = item * (size_t)fn_declared_shared(job->hidden);
     struct work work = {.job = job, .row = fn_kernels_for(FN_F32)->declared_row, .fetches = bytes >= fn_tuning()->fetched,

@@ -99,7 +99,10 @@ class GateOrder(IntEnum):
 
 
 class DeclaredOf(IntEnum):
-    """Declared operations with kernels of C. LOGARITHM: of each number, for tests. SUMS: of a row's segments."""
+    """Declared operations with kernels of C, and gradients with kernels of their own.
+
+    LOGARITHM: of each number, for tests. SUMS: of a row's segments.
+    """
 
     LOG_SOFTMAX = 0
     LOGSUMEXP = 1
@@ -107,6 +110,8 @@ class DeclaredOf(IntEnum):
     SELECTED_AND_ENTROPY = 3
     LOGARITHM = 4
     SUMS = 5
+    MODULATE = 6
+    MODULATE_BACKWARD = 7
 
 
 class RotationFlag(IntEnum):

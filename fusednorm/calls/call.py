@@ -604,12 +604,14 @@ class DeclaredCall(NamedTuple):
     name: str
     #: Whether ``out`` receives the gradient of the first operand, of its dtype. What the forward pass wrote is then
     #: read, and incoming gradients are ``d`` and ``d_entropy``: that of the entropy, or None; of "log_softmax" of parts
-    #: of rows, the sums of whole rows of ``d``.
+    #: of rows, the sums of whole rows of ``d``. Where several operands have gradients, ``dy`` has that of ``y``, and so
+    #: on, or it is None.
     backward: bool
     #: By the names of the declaration: operands, the rows first, and results. An optional one may be None or absent.
     #: A tensor without rows is contiguous.
     tensors: Mapping[str, Tensor | None]
-    #: Of the tensors that have rows: [..., N].
+    #: Of the tensors that have rows: [..., N], and those of samples in this shape. Of the gradient of what has samples
+    #: (rows whose sum is one of its rows, N).
     strides: Mapping[str, Strides]
     #: But for the dtypes of results.
     flags: Mapping[str, Any]
