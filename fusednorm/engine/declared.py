@@ -63,7 +63,7 @@ class Kernel:
         incoming = {name: tensors.pop(name) for name in declaration.incoming}
         flags = dict(zip(declaration.gradient_flags, arguments[-1 - len(declaration.gradient_flags) :], strict=False))
         numbers = self._numbers(flags)
-        backend = backend_of(arguments[0], f"{self.step}_backward", *self._unusual(numbers))
+        backend = backend_of(tensors[self._operands[0]], f"{self.step}_backward", *self._unusual(numbers))
         if len(needs) > 1:
             several = self._gradients(backend, incoming, tensors, numbers, needs)
             return cast(Any, declaration.gradient)(*arguments) if several is None else several

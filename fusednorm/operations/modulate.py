@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
+from fusednorm.calls import must_be_seen
 from fusednorm.calls.checks import check_dense
 from fusednorm.calls.declared import Declaration, Operand, Result, Role
+from fusednorm.calls.fast_path import Entry
 from fusednorm.operations.declared import Operation, dtype_of
 from fusednorm.reference import modulation
+
+#: As C takes a call without an output, of the operator too.
+_TAKEN = "y scale shift round_steps out_dtype"
 
 _MODULATE = Operation(
     Declaration(
@@ -20,8 +28,21 @@ _MODULATE = Operation(
         gradient=modulation.modulated_gradients,
         samples=({}, {"round_steps": True}),
         refused=(({"round_steps": 1}, TypeError, "round_steps must be True or False"),),
-    )
+    ),
+    fast=Entry("modulate", _TAKEN).open(),
 )
+
+
+def _record(y: Tensor, scale: Tensor, shift: Tensor, round_steps: bool, out_dtype: Any, out: Tensor | None) -> Any:
+    """The result for plain operands that C has read, where gradients are recorded; or None."""
+    if out is not None or must_be_seen.transforms_active():
+        return None
+    if out_dtype is not None:  # C has not looked at it yet
+        _MODULATE.declaration.checked_flags((y, scale, shift), {"out_dtype": out_dtype})
+    return cast(Any, _MODULATE.recorded).record(y, _of_samples(scale, y), _of_samples(shift, y), round_steps, out_dtype)
+
+
+_on_fast_path = Entry("modulate", f"{_TAKEN} out").open(recorded=_record)
 
 
 @_MODULATE.public
@@ -54,6 +75,10 @@ def modulate(
         TypeError: an operand is no tensor, or of a dtype that does not fit.
         ValueError: shapes, devices or memory do not fit.
     """
+    if not is_dynamo_compiling():
+        found: Tensor | None = _on_fast_path(y, scale, shift, round_steps, out_dtype, out)
+        if found is not None:
+            return found
     if isinstance(y, Tensor) and isinstance(scale, Tensor) and isinstance(shift, Tensor):
         check_dense("y", y)
         check_dense("scale", scale)
