@@ -100,9 +100,9 @@ static inline int64_t fn_declared_shared(int64_t hidden) { return 16 + 3 * fn_de
 typedef void fn_declared_row(const struct fn_declared *job, int64_t m, const struct fn_row_work *work);
 
 /*
- * Computes columns [begin, begin + n) of the gradient of a sample's scale or shift, the operand `of`; n: a tile at most. `sums` has
- * room for a tile for each level of the sum, and for one more.
+ * Computes columns [begin, begin + n), a tile at most, of gradients of which each row is a sum over `rows` rows, for one sample, and of dy
+ * for its rows: those that have a bit in `wanted`. `sums` has room for two tiles for each level of the sum, and for two more.
  */
-typedef void fn_modulate_sums(const struct fn_declared *job, int of, int64_t sample, int64_t begin, int n, void *sums);
+typedef void fn_modulate_sums(const struct fn_declared *job, int wanted, int64_t rows, int64_t sample, int64_t begin, int n, void *sums);
 
 #endif

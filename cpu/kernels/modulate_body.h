@@ -16,10 +16,11 @@ FN_INLINE void modulate_unit(int64_t kind, int64_t step, int backward, const str
     else store_any(KIND(FN_MODULATE_OUT), at[FN_MODULATE_OUT], i, n,
                    u_add(round_any(step, product), load_any(KIND(FN_MODULATE_SHIFT), at[FN_MODULATE_SHIFT], i, n)));
 }
-FN_INLINE void modulate_units(int64_t kind, int64_t step, int backward, const struct fn_operand *o, char *const *at, int64_t n) {
-    int64_t i = 0;
-    for (; i + UNIT <= n; i += UNIT) modulate_unit(kind, step, backward, o, at, u_index(i), UNIT);
-    if (i < n) modulate_unit(kind, step, backward, o, at, i, (int)(n - i));
+FN_INLINE void modulate_units(int64_t kind, int64_t step, int backward, const struct fn_operand *o, char *const *at, int64_t begin,
+                              int64_t end) {
+    int64_t i = begin;
+    for (; i + UNIT <= end; i += UNIT) modulate_unit(kind, step, backward, o, at, u_index(i), UNIT);
+    if (i < end) modulate_unit(kind, step, backward, o, at, i, (int)(end - i));
 }
 
 /* The kind of all operands; NONE if there are several. */
@@ -30,32 +31,32 @@ static int modulated_kind(const struct fn_declared *job) {
     return o[0].kind == BF16 ? ALL_BF16 : (int)o[0].kind;
 }
 
-static FN_NOINLINE void modulate_row_float(const struct fn_declared *job, char *const *at) {
+static FN_NOINLINE void modulate_row_float(const struct fn_declared *job, char *const *at, int64_t begin, int64_t end) {
     const struct fn_operand *o = job->operand;
     const int kind = modulated_kind(job), backward = job->pass == FN_BACKWARD, rounds = job->number[FN_MODULATE_ROUND_STEPS] != 0;
 #define OF_ONE_KIND(kind)                                                             \
     do {                                                                              \
-        if (backward && rounds) modulate_units(kind, kind, 1, o, at, job->hidden);    \
-        else if (backward) modulate_units(kind, NONE, 1, o, at, job->hidden);         \
-        else if (rounds) modulate_units(kind, kind, 0, o, at, job->hidden);           \
-        else modulate_units(kind, NONE, 0, o, at, job->hidden);                       \
+        if (backward && rounds) modulate_units(kind, kind, 1, o, at, begin, end);    \
+        else if (backward) modulate_units(kind, NONE, 1, o, at, begin, end);         \
+        else if (rounds) modulate_units(kind, kind, 0, o, at, begin, end);           \
+        else modulate_units(kind, NONE, 0, o, at, begin, end);                       \
     } while (0)
     if (kind == ALL_BF16) OF_ONE_KIND(ALL_BF16);
     else if (kind == F16) OF_ONE_KIND(F16);
     else if (kind == F32) OF_ONE_KIND(F32);
-    else modulate_units(NONE, rounds ? o[FN_MODULATE_Y].kind : NONE, backward, o, at, job->hidden);
+    else modulate_units(NONE, rounds ? o[FN_MODULATE_Y].kind : NONE, backward, o, at, begin, end);
 #undef OF_ONE_KIND
 }
 #undef KIND
 
 /* The same of float64, where no step is rounded. */
-static FN_NOINLINE void modulate_row_double(const struct fn_declared *job, char *const *at) {
+static FN_NOINLINE void modulate_row_double(const struct fn_declared *job, char *const *at, int64_t begin, int64_t end) {
     const struct fn_operand *o = job->operand;
     const int backward = job->pass == FN_BACKWARD, first = backward ? FN_MODULATE_D : FN_MODULATE_Y;
     const int out = backward ? FN_MODULATE_DY : FN_MODULATE_OUT;
     double y[FN_MODULATE_TILE], scale[FN_MODULATE_TILE], shift[FN_MODULATE_TILE];
-    for (int64_t done = 0; done < job->hidden; done += FN_MODULATE_TILE) {
-        const int n = (int)(job->hidden - done < FN_MODULATE_TILE ? job->hidden - done : FN_MODULATE_TILE);
+    for (int64_t done = begin; done < end; done += FN_MODULATE_TILE) {
+        const int n = (int)(end - done < FN_MODULATE_TILE ? end - done : FN_MODULATE_TILE);
         widen_double(o[first].kind, at[first], done, n, y);
         widen_double(o[FN_MODULATE_SCALE].kind, at[FN_MODULATE_SCALE], done, n, scale);
         if (!backward) widen_double(o[FN_MODULATE_SHIFT].kind, at[FN_MODULATE_SHIFT], done, n, shift);
@@ -65,11 +66,12 @@ static FN_NOINLINE void modulate_row_double(const struct fn_declared *job, char 
     }
 }
 
-static void modulate_row(const struct fn_declared *job, int64_t m) {
+/* Columns [begin, end) of a row of out, or of dy. */
+static void modulate_row(const struct fn_declared *job, int64_t m, int64_t begin, int64_t end) {
     char *at[FN_MODULATE_OPERANDS];
     for (int i = 0; i <= FN_MODULATE_DY; i++) at[i] = job->operand[i].kind ? fn_row_of(job, i, m) : NULL;
-    if (job->wide) modulate_row_double(job, at);
-    else modulate_row_float(job, at);
+    if (job->wide) modulate_row_double(job, at, begin, end);
+    else modulate_row_float(job, at, begin, end);
 }
 
 /* A row's terms of a gradient's sum: the first ones, or added. `y` is NULL where they are d alone. */
@@ -119,45 +121,59 @@ static void round_sum_double(int kind, int64_t to, const double *sum, int n, cha
 #define together_of_sums_double 1
 
 /*
- * A gradient's sum over `rows` rows from row `from` on, of n columns: the rowsum of docs/spec.md, section 5, whose blocks are added in the
- * order of cpu/run/backward.c. `sums` has room for a tile for each level.
+ * The sums of `wanted` gradients over `rows` rows from row `from` on, of n columns from `begin` on: the rowsum of docs/spec.md, section 5,
+ * whose blocks are added in the order of cpu/run/backward.c. `sums` has room for two tiles for each level, of dscale and of dshift.
  */
-#define SUM_OF_ROWS(REAL)                                                                                                     \
-    struct rows_##REAL {                                                                                                      \
-        const struct fn_declared *job;                                                                                        \
-        int kind, of_scale, n;                                                                                                \
-        int64_t from, rows, block, blocks, begin;                                                                             \
-    };                                                                                                                        \
-    static void sum_rows_##REAL(const struct rows_##REAL *r, int64_t first, int64_t step, int64_t count, REAL *sums) {        \
-        const struct fn_operand *o = r->job->operand;                                                                         \
-        if (count > 1) {                                                                                                      \
-            sum_rows_##REAL(r, first, 2 * step, count / 2, sums);                                                             \
-            if (first + step >= r->blocks) return;                                                                            \
-            sum_rows_##REAL(r, first + step, 2 * step, count / 2, sums + FN_MODULATE_TILE);                                   \
-            const int unit = together_of_sums_##REAL, all = (r->n + unit - 1) / unit * unit;                                  \
-            for (int i = 0; i < all; i++) sums[i] += sums[i + FN_MODULATE_TILE];                                              \
-            return;                                                                                                           \
-        }                                                                                                                     \
-        const int64_t begin = first * r->block, end = begin + r->block < r->rows ? begin + r->block : r->rows;                \
-        for (int64_t m = begin; m < end; m++)                                                                                 \
-            add_row_##REAL(r->kind, o[FN_MODULATE_D].kind, o[FN_MODULATE_Y].kind, m == begin,                                 \
-                           fn_row_of(r->job, FN_MODULATE_D, r->from + m),                                                     \
-                           r->of_scale ? fn_row_of(r->job, FN_MODULATE_Y, r->from + m) : NULL, r->begin, r->n, sums);         \
-    }                                                                                                                         \
-    static void modulate_sums_##REAL(const struct fn_declared *job, int of, int64_t sample, int64_t begin, int n, REAL *sums) { \
-        const struct fn_operand *to = &job->operand[of];                                                                      \
-        const int64_t rows = to->outer_stride;                                                                                \
-        struct rows_##REAL r = {job, modulated_kind(job), of == FN_MODULATE_DSCALE, n, sample * rows, rows, (rows + 255) / 256, 0, begin}; \
-        int64_t width = 1;                                                                                                    \
-        r.blocks = (rows + r.block - 1) / r.block;                                                                            \
-        while (width < r.blocks) width *= 2;                                                                                  \
-        sum_rows_##REAL(&r, 0, 1, width, sums);                                                                               \
-        round_sum_##REAL(r.kind, to->kind, sums, n, (char *)to->address + sample * fn_step(to), begin);                       \
+struct modulated_rows {
+    const struct fn_declared *job;
+    int kind, wanted, n;
+    int64_t begin, from, rows, block, blocks;
+};
+
+#define SUM_OF_ROWS(REAL)                                                                                                  \
+    static void sum_rows_##REAL(const struct modulated_rows *r, int64_t first, int64_t step, int64_t count, REAL *sums) {  \
+        const struct fn_declared *job = r->job;                                                                            \
+        const struct fn_operand *o = job->operand;                                                                         \
+        if (count > 1) {                                                                                                   \
+            const int unit = together_of_sums_##REAL, all = (r->n + unit - 1) / unit * unit;                               \
+            REAL *const others = sums + 2 * FN_MODULATE_TILE;                                                              \
+            sum_rows_##REAL(r, first, 2 * step, count / 2, sums);                                                          \
+            if (first + step >= r->blocks) return;                                                                         \
+            sum_rows_##REAL(r, first + step, 2 * step, count / 2, others);                                                 \
+            for (int of = FN_MODULATE_DSCALE; of <= FN_MODULATE_DSHIFT; of++) {                                            \
+                const int begin = (of - FN_MODULATE_DSCALE) * FN_MODULATE_TILE;                                            \
+                for (int i = begin; r->wanted >> of & 1 && i < begin + all; i++) sums[i] += others[i];                     \
+            }                                                                                                              \
+            return;                                                                                                        \
+        }                                                                                                                  \
+        const int64_t begin = first * r->block, end = begin + r->block < r->rows ? begin + r->block : r->rows;             \
+        for (int64_t m = begin; m < end; m++) {                                                                            \
+            const char *const d = fn_row_of(job, FN_MODULATE_D, r->from + m), *const y = fn_row_of(job, FN_MODULATE_Y, r->from + m); \
+            const int64_t d_kind = o[FN_MODULATE_D].kind, y_kind = o[FN_MODULATE_Y].kind;                                  \
+            if (r->wanted >> FN_MODULATE_DSCALE & 1)                                                                       \
+                add_row_##REAL(r->kind, d_kind, y_kind, m == begin, d, y, r->begin, r->n, sums);                           \
+            if (r->wanted >> FN_MODULATE_DSHIFT & 1)                                                                       \
+                add_row_##REAL(r->kind, d_kind, y_kind, m == begin, d, NULL, r->begin, r->n, sums + FN_MODULATE_TILE);     \
+            if (r->wanted >> FN_MODULATE_DY & 1) modulate_row(job, r->from + m, r->begin, r->begin + r->n);                \
+        }                                                                                                                  \
+    }                                                                                                                      \
+    static void modulate_sums_##REAL(const struct modulated_rows *r, int64_t sample, REAL *sums) {                         \
+        int64_t width = 1;                                                                                                 \
+        while (width < r->blocks) width *= 2;                                                                              \
+        sum_rows_##REAL(r, 0, 1, width, sums);                                                                             \
+        for (int of = FN_MODULATE_DSCALE; of <= FN_MODULATE_DSHIFT; of++) {                                                \
+            const struct fn_operand *to = &r->job->operand[of];                                                            \
+            char *const row = (char *)to->address + sample * fn_step(to);                                                  \
+            const REAL *const sum = sums + (of - FN_MODULATE_DSCALE) * FN_MODULATE_TILE;                                   \
+            if (r->wanted >> of & 1) round_sum_##REAL(r->kind, to->kind, sum, r->n, row, r->begin);                        \
+        }                                                                                                                  \
     }
 SUM_OF_ROWS(float)
 SUM_OF_ROWS(double)
 
-void FN_OF(modulate_sums)(const struct fn_declared *job, int of, int64_t sample, int64_t begin, int n, void *sums) {
-    if (job->wide) modulate_sums_double(job, of, sample, begin, n, sums);
-    else modulate_sums_float(job, of, sample, begin, n, sums);
+void FN_OF(modulate_sums)(const struct fn_declared *job, int wanted, int64_t rows, int64_t sample, int64_t begin, int n, void *sums) {
+    const int64_t block = (rows + (1 << FN_LEVELS) - 1) >> FN_LEVELS;
+    const struct modulated_rows r = {job, modulated_kind(job), wanted, n, begin, sample * rows, rows, block, (rows + block - 1) / block};
+    if (job->wide) modulate_sums_double(&r, sample, sums);
+    else modulate_sums_float(&r, sample, sums);
 }

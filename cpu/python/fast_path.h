@@ -204,7 +204,7 @@ struct fn_call_kind {
 };
 fn_call_run fn_rotate; /* fast_path_rotated.c: heads that are normalised and rotated */
 fn_call_run fn_find_log_prob, fn_find_log_prob_gradient; /* fast_path_log_prob.c: on a CPU */
-fn_call_run fn_modulate; /* fast_path_modulated.c: on a CPU */
+fn_call_run fn_modulate, fn_modulate_gradients; /* fast_path_modulated.c: on a CPU */
 extern const struct fn_call_kind fn_call_kinds[]; /* fast_path_forward.c; the last has no name */
 const struct fn_call_kind *fn_call_kind_named(const char *name); /* NULL if there is none */
 

@@ -32,6 +32,7 @@ const struct fn_call_kind fn_call_kinds[] = {
     {"log_prob_backward", "logits ids temperature softcap ignore_index operation d d_entropy m s entropy needs", 12,
      fn_find_log_prob_gradient},
     {"modulate", "y scale shift round_steps out out_dtype", 6, fn_modulate},
+    {"modulate_backward", "y scale shift round_steps d needs", 6, fn_modulate_gradients},
     {NULL, NULL, 0, NULL},
 };
 

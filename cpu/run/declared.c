@@ -48,37 +48,46 @@ static int run_divided(struct work *work) {
     return failed;
 }
 
-/* Tiles of the gradient of scale or of shift. */
+/* Tiles of modulate's gradients that are sums over the same number of rows. */
 struct sums {
     const struct fn_declared *job;
     fn_modulate_sums *sum;
-    int of;
-    int64_t per_sample; /* tiles */
+    int wanted;
+    int64_t rows, per_sample; /* per_sample: tiles */
 };
 
 static void sum_share(const void *argument, int64_t begin, int64_t end, char *buffer) {
     const struct sums *sums = argument;
     for (int64_t tile = begin; tile < end; tile++) {
         const int64_t sample = tile / sums->per_sample, first = (tile - sample * sums->per_sample) * FN_MODULATE_TILE;
-        const int64_t left = sums->job->hidden - first;
-        sums->sum(sums->job, sums->of, sample, first, (int)(left < FN_MODULATE_TILE ? left : FN_MODULATE_TILE), buffer);
+        const int64_t left = sums->job->hidden - first, n = left < FN_MODULATE_TILE ? left : FN_MODULATE_TILE;
+        sums->sum(sums->job, sums->wanted, sums->rows, sample, first, (int)n, buffer);
     }
 }
 
-static int run_sums(const struct fn_declared *job, int of) {
+static int run_sums(const struct fn_declared *job, int wanted, int64_t rows) {
     const int64_t per_sample = (job->hidden + FN_MODULATE_TILE - 1) / FN_MODULATE_TILE;
-    const struct sums sums = {job, fn_kernels_for(FN_F32)->modulate_sums, of, per_sample};
-    const size_t bytes = (FN_LEVELS + 1) * FN_MODULATE_TILE * (job->wide ? sizeof(double) : sizeof(float));
-    if (!job->operand[of].kind) return 0;
-    return fn_divide(sum_share, &sums, job->rows / job->operand[of].outer_stride * per_sample, job->rows * job->hidden, job->threads, bytes);
+    const struct sums sums = {job, fn_kernels_for(FN_F32)->modulate_sums, wanted, rows, per_sample};
+    const size_t bytes = 2 * (FN_LEVELS + 1) * FN_MODULATE_TILE * (job->wide ? sizeof(double) : sizeof(float));
+    return fn_divide(sum_share, &sums, job->rows / rows * per_sample, job->rows * job->hidden, job->threads, bytes);
+}
+
+/* All gradients in one pass over the rows, unless scale and shift have samples of two lengths. Dy, alone, is computed by rows. */
+static int run_modulate_backward(const struct fn_declared *job) {
+    const struct fn_operand *scale = &job->operand[FN_MODULATE_DSCALE], *shift = &job->operand[FN_MODULATE_DSHIFT];
+    const int together = scale->kind && shift->kind && scale->outer_stride == shift->outer_stride;
+    int dy = job->operand[FN_MODULATE_DY].kind ? 1 << FN_MODULATE_DY : 0;
+    if (scale->kind) {
+        if (run_sums(job, dy | 1 << FN_MODULATE_DSCALE | together << FN_MODULATE_DSHIFT, scale->outer_stride)) return 1;
+        dy = 0;
+    }
+    return shift->kind && !together ? run_sums(job, dy | 1 << FN_MODULATE_DSHIFT, shift->outer_stride) : 0;
 }
 
 int fn_run_declared(const void *packed) {
     const struct fn_declared *job = packed;
-    if (job->operation == FN_MODULATE_BACKWARD) {
-        if (run_sums(job, FN_MODULATE_DSCALE) || run_sums(job, FN_MODULATE_DSHIFT)) return 1;
-        if (!job->operand[FN_MODULATE_DY].kind) return 0;
-    }
+    if (job->operation == FN_MODULATE_BACKWARD && (job->operand[FN_MODULATE_DSCALE].kind || job->operand[FN_MODULATE_DSHIFT].kind))
+        return run_modulate_backward(job);
     const int64_t bytes = job->rows * job->hidden * fn_element_size(job->operand[0].kind);
     const size_t item = job->wide ? sizeof(double) : sizeof(float), shared = item * (size_t)fn_declared_shared(job->hidden);
     struct work work = {.job = job, .row = fn_kernels_for(FN_F32)->declared_row, .fetches = bytes >= fn_tuning()->fetched,

@@ -30,6 +30,7 @@ _MODULATE = Operation(
         refused=(({"round_steps": 1}, TypeError, "round_steps must be True or False"),),
     ),
     fast=Entry("modulate", _TAKEN).open(),
+    fast_gradient=Entry("modulate_backward", "d y scale shift round_steps needs").open(),
 )
 
 

@@ -148,7 +148,7 @@ class Operator:
             dtensor_bridge.check_kept(incoming, operands)
             found = self._again(incoming, operands, ctx.flags, flags, needs)
         elif (one := self.fast_gradient(*incoming, *operands, *kept, *flags, needs)) is not None:
-            found = (one,)
+            found = one if isinstance(one, tuple) else (one,)
         elif through_dispatcher or must_be_seen.below(*incoming, *operands):
             ops = dtensor_bridge.operations(*incoming, *operands)
             found = getattr(ops, f"{declaration.name}_backward")(*incoming, *operands, *kept, *flags, needs)
