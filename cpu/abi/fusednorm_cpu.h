@@ -225,6 +225,14 @@ int fn_divide(fn_share *share, const void *argument, int64_t rows, int64_t eleme
 const char *fn_openmp_path(void); /* the file of the OpenMP runtime in use; empty if there is none */
 void fn_after_fork(void); /* this process is a forked child: from now on everything runs on the calling thread */
 
+/*
+ * For what is computed around calls: whether the calling thread has the spec's arithmetic; gives it that, and the caller's back, which
+ * the first one has returned.
+ */
+int fn_has_arithmetic(void);
+uint64_t fn_enter_arithmetic(void);
+void fn_leave_arithmetic(uint64_t state);
+
 /* isa.c: the instruction sets compiled in. The last usable one is the best. */
 int fn_isa_count(void);
 const char *fn_isa_name(int isa);

@@ -80,6 +80,10 @@ const char *fn_openmp_path(void) {
 
 #endif
 
+int fn_has_arithmetic(void) { return fn_is_ieee(); }
+uint64_t fn_enter_arithmetic(void) { return fn_enter_ieee(); }
+void fn_leave_arithmetic(uint64_t state) { fn_leave_ieee((fn_fp_state)state); }
+
 /*
  * Most calls on one thread take a buffer that the thread keeps until it ends: to allocate one took a tenth of a row's time, and
  * a stack may have no more than 64 KiB. Of so many bytes, of which only those that were used take memory.

@@ -10,6 +10,7 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from fusednorm.calls import must_be_seen
+from fusednorm.calls.arithmetic import exact
 from fusednorm.calls.call import Flags
 from fusednorm.calls.checks import check_apart, check_flags, check_operands, check_output, refuse_grad
 from fusednorm.calls.must_be_seen import Listener
@@ -42,6 +43,7 @@ class Operation(Operator):
         PUBLIC[function] = self
         return function
 
+    @exact
     def __call__(self, name: str, **arguments: Any) -> Results:  # type: ignore[type-var]
         """The results of the public function of that name, one or a tuple as it says; see the function for errors.
 

@@ -11,6 +11,7 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from fusednorm.calls import must_be_seen
+from fusednorm.calls.arithmetic import exact
 from fusednorm.calls.call import Flags, GateSteps, accumulator
 from fusednorm.calls.checks import (
     check_activation,
@@ -314,6 +315,7 @@ def halves(gate: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
     return gate[..., :half], gate[..., half:]
 
 
+@exact
 def _run(
     function: Callable[..., Tensor],
     operands: dict[str, Tensor],
@@ -365,6 +367,7 @@ class Gated(torch.autograd.Function):
     """
 
     @staticmethod
+    @exact
     def forward(ctx: Any, gating: Gating, interleaved: bool, *operands: Tensor | None) -> Tensor:
         """Keeps the operands, and the backend that the backward pass takes: the one in force now."""
         y, z = execute.rows_and_gate(operands, interleaved)
@@ -374,6 +377,7 @@ class Gated(torch.autograd.Function):
         return execute.gate(y, z, gating)
 
     @staticmethod
+    @exact
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
         """See :func:`fusednorm.reference.activations.gate_gradients`."""
         operands, gating, interleaved = ctx.saved_tensors, ctx.gating, ctx.interleaved

@@ -10,6 +10,7 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from fusednorm.calls import fast_path, must_be_seen
+from fusednorm.calls.arithmetic import exact
 from fusednorm.calls.call import Flags, NormCall, accumulator
 from fusednorm.calls.checks import (
     NAMES,
@@ -246,6 +247,7 @@ def rms_norm_(
     return beyond_fast_path(NormCall(rms_norm_, x, None, weight, flags, x, None, bias))
 
 
+@exact
 def beyond_fast_path(call: NormCall) -> Results:  # type: ignore[type-var]
     """The results of the function.
 

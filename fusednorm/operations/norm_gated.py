@@ -10,6 +10,7 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from fusednorm.calls import must_be_seen
+from fusednorm.calls.arithmetic import exact
 from fusednorm.calls.call import accumulator
 from fusednorm.calls.checks import (
     check_activation,
@@ -110,6 +111,7 @@ def rms_norm_gated_(
     return _rows(rms_norm_gated_, x, gate, weight, how, x)
 
 
+@exact
 def _rows(
     function: Callable[..., Tensor],
     x: Tensor,
@@ -232,6 +234,7 @@ class NormalisedAndGated(torch.autograd.Function):
     """
 
     @staticmethod
+    @exact
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         """See :func:`composed`."""
         x, gate, weight, ctx.how, ctx.backend = inputs
@@ -243,6 +246,7 @@ class NormalisedAndGated(torch.autograd.Function):
         return found.resize_(x.shape)  # a view could not be changed in place
 
     @staticmethod
+    @exact
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of the composition, by the function of the backend that the forward pass had."""
         x, gate, weight, rstd = ctx.saved_tensors

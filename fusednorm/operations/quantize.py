@@ -10,6 +10,7 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from fusednorm.calls import must_be_seen
+from fusednorm.calls.arithmetic import exact
 from fusednorm.calls.call import Flags, NormCall
 from fusednorm.calls.checks import (
     check_affine,
@@ -413,6 +414,7 @@ class _Call:
         """The results of whatever overrides the function."""
         return must_be_seen.handed_over(self.function, self.operands, self.arguments(**self.quantizing._asdict()))
 
+    @exact
     def check(self, x: Tensor) -> None:
         """All that must fit before anything is written, but the inputs, which do; x has their rows."""
         x_name = next(iter(self.inputs))
@@ -457,6 +459,7 @@ class _Call:
         found = dtensor_bridge.in_one_operator(self.function.__name__, given)
         return self._written(*found)
 
+    @exact
     def of_rows(self, y: Tensor) -> tuple[Tensor, ...]:
         """The results for the rows that are quantized."""
         quantization, scale, zero_point, out, scale_out, zero_point_out, normed_out, _ = self.quantizing
@@ -494,6 +497,7 @@ class _Call:
         return tuple(results)
 
 
+@exact
 def _of_norm(norm: NormCall, quantizing: Quantizing) -> tuple[Tensor, ...]:
     """The results of a norm, whose ``out_dtype`` is that of the rows between, and with a residual the sum."""
     x, residual, weight, bias, flags = norm.x, norm.residual, norm.weight, norm.bias, norm.flags

@@ -10,6 +10,7 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from fusednorm.calls import must_be_seen
+from fusednorm.calls.arithmetic import exact
 from fusednorm.calls.call import Flags, operation_of
 from fusednorm.calls.checks import (
     check_affine,
@@ -197,6 +198,7 @@ def qk_norm_rope_(
     return new_q, new_k
 
 
+@exact
 def _run(
     function: Callable[..., Any], operands: dict[str, Any], outputs: dict[str, Tensor | None], flags: dict[str, Any]
 ) -> Any:
@@ -318,6 +320,7 @@ class NormalisedAndRotated(torch.autograd.Function):
     """(q, k, q_weight, k_weight, cos, sin, positions, a rotation, a backend) -> q and k, in one call of the backend."""
 
     @staticmethod
+    @exact
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
         """See :func:`composed`."""
         q, k, q_weight, k_weight, *tables, ctx.how, ctx.rotates = inputs
@@ -333,6 +336,7 @@ class NormalisedAndRotated(torch.autograd.Function):
         return found[0], found[1]
 
     @staticmethod
+    @exact
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         """The transpose of the rotation, then the gradients of the norms."""
         *operands, cos, sin, positions, q_rstd, k_rstd = ctx.saved_tensors

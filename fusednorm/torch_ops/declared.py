@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.calls import must_be_seen
+from fusednorm.calls.arithmetic import exact
 from fusednorm.calls.c_enums import DeclaredOf
 from fusednorm.calls.checks import check_needs
 from fusednorm.calls.declared import Declaration, Result, Role
@@ -211,6 +212,7 @@ def _recorded(operator: Operator) -> type[torch.autograd.Function]:
             ctx.arguments = inputs[operator.count :]
 
         @staticmethod
+        @exact
         def backward(ctx: Any, *incoming: Any) -> tuple[Tensor | None, ...]:
             return operator.gradients(ctx, incoming, through_dispatcher=False)
 
@@ -227,6 +229,7 @@ def _recorded(operator: Operator) -> type[torch.autograd.Function]:
         generate_vmap_rule = True
 
         @staticmethod
+        @exact
         def forward(*arguments: Any) -> Any:
             return _one_or_more(as_new(declaration.formula(*arguments), arguments[: operator.count]))
 
@@ -234,6 +237,7 @@ def _recorded(operator: Operator) -> type[torch.autograd.Function]:
         """Where gradients are recorded or a transform of ``torch.func`` is active."""
 
         @staticmethod
+        @exact
         def forward(*arguments: Any) -> Any:
             if (found := operator.fast(*arguments)) is not None:
                 return found

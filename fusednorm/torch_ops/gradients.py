@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.calls import fast_path, must_be_seen
+from fusednorm.calls.arithmetic import exact
 from fusednorm.calls.call import Flags, NormGradients, RMSNorm, Step, accumulator, operation_of
 from fusednorm.calls.checks import check_kept
 from fusednorm.calls.scalars import number
@@ -190,6 +191,7 @@ class Normalise(torch.autograd.Function):
     """
 
     @staticmethod
+    @exact
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor | None]:
         """See :func:`fusednorm.fused_add_rms_norm` and :func:`fusednorm.rms_norm`."""
         x, residual, weight, bias, flags = inputs
@@ -203,6 +205,7 @@ class Normalise(torch.autograd.Function):
         return y, total
 
     @staticmethod
+    @exact
     def backward(ctx: Any, dy: Tensor | None, d_total: Tensor | None) -> tuple[Tensor | None, ...]:
         """See :func:`gradients`."""
         return *gradients(ctx, dy, d_total, ctx.needs_input_grad[:4], ctx.backend), None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.calls import fast_path, must_be_seen
+from fusednorm.calls.arithmetic import exact
 from fusednorm.calls.checks import check_memory
 
 try:
@@ -70,6 +71,9 @@ def register(
         gradients: the backward pass, and what is kept for it; None: there are no gradients.
         fast: the results of a call that the fast path takes, which asks whether anybody else must see it; else None.
     """
+    function = exact(function)
+    if gradients is not None:
+        gradients = exact(gradients[0]), gradients[1]
     torch.library.define(f"fusednorm::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
     operator = getattr(torch.ops.fusednorm, name).default
     names = [argument.name for argument in operator._schema.arguments]

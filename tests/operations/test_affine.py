@@ -149,7 +149,8 @@ def test_rows_of_bfloat16_with_parameters_of_float32(size, rows):
             found += [fusednorm.rms_norm_gated(x, residual, weight)]
         return [*found, *(t for of_one in gradients for t in of_one)]
 
-    of_weights, of_biases = (regular, _odd(size, F32), _odd(size, BF16)), (None, regular.flip(0), _odd(size, F32), _odd(size, BF16))
+    of_weights = (regular, _odd(size, F32), _odd(size, BF16))
+    of_biases = (None, regular.flip(0), _odd(size, F32), _odd(size, BF16))
     with fusednorm.use_backend("cpu"):
         for weight, bias, offset in itertools.product(of_weights, of_biases, (0.0, 1.0)):
             with cpu.use_variant(cpu.variants()[0]):
