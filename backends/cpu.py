@@ -25,6 +25,7 @@ KNOWS = frozenset(("norm_before_add", "affine", "x_scale", "quantize", "round_sc
 KNOWS |= {"gate_steps", "gate_interleaved", "softcap", "affine_backward", "gate_backward", "norm_gated_backward"}
 KNOWS |= {"center", "log_prob", "log_prob_backward", "log_prob_parts"}
 KNOWS |= {of.name.lower() for of in DeclaredOf if of > DeclaredOf.SUMS}  # those before are log-probabilities
+KNOWS |= {"modulate.round_steps", "modulate_backward.round_steps"}
 
 KNOWS |= {
     f"{step}.{function}"
