@@ -10,9 +10,10 @@ import atexit
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -54,7 +55,7 @@ from fusednorm.calls.process import BackendError
 #: Where a Triton with a driver for CPUs comes from.
 BUILD = "build a newer one from source, github.com/triton-lang/triton-cpu, of which no wheel is published"
 
-#: Oldest Triton that was tried, and newest. Triton 3.5 flushes subnormal results of quotients and roots to zero.
+#: Oldest Triton that rounds as the specification says (3.5 flushes subnormal quotients and roots), and newest tried.
 OLDEST, NEWEST = (3, 6), (3, 9)
 
 _CURE = "update fusednorm, or `pip install 'triton=={}.{}.*'`".format(*NEWEST)
@@ -76,8 +77,8 @@ LONGEST = 2**30
 #: The interpreter knows one program at a time.
 _INTERPRETER = threading.Lock()
 
-#: Triton reads the environment when it begins to compile, and again later.
-_COMPILING_WITHOUT_PAIRS = threading.Lock()
+#: Held while Triton compiles for a GPU that computes with pairs of numbers: it reads the environment, twice.
+_COMPILING_PAIRS = threading.Lock()
 
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 _NAMES |= {torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64"}
@@ -287,47 +288,48 @@ def compiled(variant: Variant, target: Any, only_cached: bool = False) -> Any:
     source = (Cached if only_cached else ASTSource)(
         fn=variant.function, signature=signature, constexprs=known, attrs=attributes
     )
-    kernel = triton.compile(src=source, target=target, options=options)
+    compile_kernel = partial(triton.compile, src=source, target=target, options=options)
+    pairs = target.backend == "cuda" and target.arch >= 100
+    kernel = _compiled_without_fusing(compile_kernel) if pairs else compile_kernel()
     for name, value in exact.items():
         if getattr(kernel.metadata, name, None) != value:  # which has what became of all options
             what = f"the option {name}={value}, without which bits may differ"
             cure = CURE_ON_CPUS if target.backend == "cpu" else _CURE
             raise BackendError(f"Triton {triton.__version__} ignores {what}; {cure}")
-    if _fuses_pairs(kernel, target):
-        with _without_pairs():
-            kernel = triton.compile(src=source, target=target, options=options)
-        if _fuses_pairs(kernel, target):
-            what = "multiplies and adds pairs of numbers, which a ptxas older than 13.1 fuses, so that bits may differ"
-            cure = "set TRITON_PTXAS_BLACKWELL_PATH to a newer ptxas, as `pip install nvidia-cuda-nvcc` brings it"
-            raise BackendError(f"Triton {triton.__version__} {what}; {cure}")
     return kernel
 
 
-def _fuses_pairs(kernel: Any, target: Any) -> bool:
-    """Whether ptxas may have fused multiplications and additions that PTX has apart: older ones do so with pairs.
+def _compiled_without_fusing(compile_kernel: Callable[[], Any]) -> Any:
+    """A kernel for a GPU of compute capability 10.0 or newer, in which ptxas fuses nothing.
 
-    GPUs of compute capability 10.0 and newer compute with pairs of numbers. ``--fmad=false`` forbids to fuse those too.
+    If an old one may have fused, the kernel is compiled again without pairs; Triton's cache tells such kernels apart.
     """
-    # A cache that keeps machine code only has no PTX.
-    if target.backend != "cuda" or target.arch < 100 or "f32x2" not in kernel.asm.get("ptx", "f32x2"):
-        return False
-    release = re.search(rb"release (\d+)\.(\d+), V", kernel.asm["cubin"])  # ptxas notes its version there
-    return release is not None and tuple(map(int, release.groups())) < (13, 1)
-
-
-@contextmanager
-def _without_pairs() -> Iterator[None]:
-    """Has LLVM make no instructions for pairs; Triton's cache tells such kernels apart."""
-    with _COMPILING_WITHOUT_PAIRS:
+    with _COMPILING_PAIRS:
+        kernel = compile_kernel()
+        if not _fuses_pairs(kernel):
+            return kernel
         before = os.environ.get("DISABLE_LLVM_OPT")
         os.environ["DISABLE_LLVM_OPT"] = ",".join(filter(None, (before, "nvptx-no-f32x2")))
         try:
-            yield
+            kernel = compile_kernel()
         finally:
             if before is None:
                 del os.environ["DISABLE_LLVM_OPT"]
             else:
                 os.environ["DISABLE_LLVM_OPT"] = before
+    if _fuses_pairs(kernel):
+        what = "Triton multiplies and adds pairs of numbers, which a ptxas older than 13.1 fuses: bits may differ"
+        cure = "set TRITON_PTXAS_BLACKWELL_PATH to a newer ptxas, as `pip install nvidia-cuda-nvcc` brings it"
+        raise BackendError(f"{what}; {cure}")
+    return kernel
+
+
+def _fuses_pairs(kernel: Any) -> bool:
+    """Whether ptxas may have fused a multiplication and an addition of pairs, though ``--fmad=false`` forbids that."""
+    if "f32x2" not in kernel.asm.get("ptx", "f32x2"):  # a cache that keeps machine code only has no PTX
+        return False
+    release = re.search(rb"release (\d+)\.(\d+), V", kernel.asm["cubin"])  # ptxas notes its version there
+    return release is not None and tuple(map(int, release.groups())) < (13, 1)
 
 
 class Compiled:
