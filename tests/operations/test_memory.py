@@ -356,8 +356,7 @@ def test_large_results_are_written_to_huge_pages():
     tests = Path(__file__).parents[1]
     program = HUGE.format(paths=[str(tests), str(tests / "operations")], names=names)
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000", "FUSEDNORM_BACKEND": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", program], env=environment, capture_output=True, text=True, timeout=300
-    )
+    run = [sys.executable, "-P", "-c", program]
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
