@@ -70,6 +70,8 @@ OLDEST = 75
 
 #: The oldest driver, by the version of CUDA that it is for: it launches clusters, and says where its functions are.
 _OLDEST_DRIVER = 12000
+#: The oldest driver that captures, in a graph, the launch of a kernel which may begin before the one before has ended.
+_CAPTURES_EARLY = 12030
 
 #: Bytes of dynamic shared memory that a launch may have without cuFuncSetAttribute: 48 KiB with the static ones.
 _SHARED_UNASKED = 16384
@@ -235,7 +237,8 @@ def _load(variant: Variant, device: int) -> int:
 def _hold(packed: bytes, device: int, variants: Iterable[Variant]) -> None:
     """Compiles and loads the kernels of a kind of call, and has C launch them from now on."""
     _open_launcher()
-    early = capability(device) >= 90  # a kernel waits by itself, and may begin before the one before has ended
+    # A kernel waits by itself, and may begin before the one before has ended.
+    early = capability(device) >= 90 and compiler.driver_version() >= _CAPTURES_EARLY
     kernels = tuple(
         (_load(v, device), v.threads, v.per_program, v.shared, v.cluster, early, int(v.share)) for v in variants
     )

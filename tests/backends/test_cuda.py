@@ -1174,3 +1174,20 @@ def test_why_not(monkeypatch):
         newer.setattr(cuda_compiler, "supported", lambda: [100, 120])
         assert "has compute capability 9.0; NVRTC compiles for 10.0 on; install an older" in cuda.unsuitable(fits)[0]
     cuda._oldest_compiled.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("capability", "driver", "early"), [(80, 13000, False), (90, 12020, False), (90, 12030, True), (120, 13000, True)]
+)
+def test_kernels_begin_early_where_a_graph_captures_that(monkeypatch, capability, driver, early):
+    """Drivers for CUDA 12.0 to 12.2 refuse to capture such a launch."""
+    held = []
+    monkeypatch.setattr(cuda, "_open_launcher", lambda: None)
+    monkeypatch.setattr(cuda, "_load", lambda variant, device: 0)
+    monkeypatch.setattr(cuda, "_primary_context", lambda device: 0)
+    monkeypatch.setattr(cuda, "capability", lambda device: capability)
+    monkeypatch.setattr(cuda_compiler, "driver_version", lambda: driver)
+    monkeypatch.setattr(fast_path, "hold_cuda", lambda call, context, kernels: held.extend(kernels))
+    shape = SimpleNamespace(threads=32, per_program=1, shared=0, cluster=1, share=0)
+    cuda._hold(b"", 0, [shape])
+    assert [kernel[5] for kernel in held] == [early]

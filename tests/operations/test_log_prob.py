@@ -356,7 +356,7 @@ def test_no_second_tensor_of_all_rows(monkeypatch):
 @pytest.mark.parametrize("dtype", [*WIDE, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [40_000, 40_960])
 def test_a_row_that_is_divided_has_the_same_bits(dtype, size):
-    """By 1 to 3 threads: the greatest number, or one that is not finite, in each part. Rows may end within a segment."""
+    """By 1 to 3 threads: the greatest number, or one that is not finite, in each part of a row."""
     logits = torch.randn(8, size, generator=torch.Generator().manual_seed(0)).to(dtype)
     for row, place in enumerate((0, 13_000, 27_000, size - 1)):
         logits[row, place] = 50.0
