@@ -362,6 +362,8 @@ class Explanation:
     passed_over: dict[str, list[str]] = field(default_factory=dict)
     #: The operations that the backend takes and serves this one by; none if it takes this one.
     parts: tuple[Operation, ...] = ()
+    #: Where gradients are recorded, the steps that torch's operations compute, in words.
+    by_torch: tuple[str, ...] = ()
 
     @property
     def composed(self) -> bool:
@@ -401,6 +403,7 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [f"{self.backend}: {self.plan}", f"  for {self.operation}"]
+        lines += [f"  with gradients, torch's operations {step}" for step in self.by_torch]
         lines += [f"  not {name}: {reason}" for name, reasons in self.passed_over.items() for reason in reasons]
         lines += [f"  requested: {self.request}"] if self.request else []
         return "\n".join(lines)

@@ -25,7 +25,7 @@ Results = TypeVar("Results")
 class Operation(Operator):
     """A declared operation that public functions call; see :class:`fusednorm.torch_ops.declared.Operator`."""
 
-    #: As :attr:`fusednorm.operations.listed.Listed.steps`; none: torch's operations compute it.
+    #: As :attr:`fusednorm.operations.listed.Listed.steps`; none: a call of its own, or torch's operations compute it.
     steps = ""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:

@@ -92,6 +92,8 @@ def explain(
         weight = x.new_empty(x.shape[-1:], dtype=accumulator(x.dtype))
     found = choose(operation_of(x, residual, weight, flags, out, before, bias, x_scale))
     by_torch, own = "by torch's operations", "by a call of its own"
+    if found.backend != "reference" and listed.differentiable:
+        found = replace(found, by_torch=_steps_of_gradients(found, listed.steps, weight, bias))
     if quantization is not None:
         by = own if listed.steps == "gate, quantize" else "in the same call"
         one_scale = scale is None or scale.numel() == 1
@@ -121,3 +123,18 @@ def _activation_of(name: str) -> str:
     """The function of the gate that a public function of this name has; "silu" where its caller names one."""
     own = name.removesuffix("_quant").removesuffix("_and_mul")
     return own if own in (*ACTIVATIONS, "softcap") else "silu"
+
+
+def _steps_of_gradients(found: Explanation, steps: str, weight: Tensor | None, bias: Tensor | None) -> tuple[str, ...]:
+    """Those that torch's operations compute where gradients are recorded: docs/faults.md has the table."""
+    operation = found.operation
+    of_one_shape = weight is None or bias is None or weight.shape == bias.shape
+    sums = "affine" in operation.features and not (of_one_shape and found.takes(Step("affine_backward")))
+    words = {
+        "scale x": "x_scale" in operation.features,
+        "add the residual": steps == "norm, add",
+        "round the sum to residual_dtype": operation.residual_out != operation.residual,
+        "negate sin": "rotate" in steps,
+        "add up the gradients of the weight and the bias": sums,
+    }
+    return tuple(step for step, is_made in words.items() if is_made)

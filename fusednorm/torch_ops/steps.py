@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.calls import must_be_seen
+from fusednorm.calls.arithmetic import exact
 from fusednorm.calls.call import GateSteps
 from fusednorm.calls.checks import check_activation, check_dtype, check_gate_steps, check_operands
 from fusednorm.calls.declared import Declaration, Operand, Result, Role
@@ -127,8 +128,38 @@ SCALE = Operator(
 )
 
 
+class Added(torch.autograd.Function):
+    """(x, residual, dtype) -> their sum, [..., N]. Torch would record the conversions of :func:`add` one by one."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    @exact
+    def forward(x: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
+        """See :func:`fusednorm.reference.norm.added`."""
+        return reference.added(x, residual, dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keeps the dtypes."""
+        ctx.dtypes, ctx.dtype = (inputs[0].dtype, inputs[1].dtype), inputs[2]
+
+    @staticmethod
+    @exact
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient, rounded once to the dtype of each operand."""
+        needed = zip(ctx.dtypes, ctx.needs_input_grad, strict=False)
+        return *(reference.rounded(d, dtype) if need else None for dtype, need in needed), None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
+        """The sum of those that there are."""
+        x, *others = (t for t in tangents if t is not None)
+        return reference.added(x, others[0], ctx.dtype) if others else reference.rounded(x, ctx.dtype)
+
+
 def add(x: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
     """x + residual, [..., N], rounded once to a dtype; see :func:`fusednorm.reference.norm.added`."""
     if must_be_seen.seen(x, residual):
         return cast(Tensor, dtensor_bridge.operations(x, residual).add(x, residual, dtype))
-    return reference.added(x, residual, dtype)
+    return cast(Tensor, Added.apply(x, residual, dtype))  # type: ignore[no-untyped-call]

@@ -119,6 +119,26 @@ def test_who_scales_x():
     assert explain(X, RESIDUAL, x_scale=1).operation == explain(X, RESIDUAL).operation
 
 
+def test_steps_of_torch_where_gradients_are_recorded():
+    """As docs/faults.md lists them for the C kernels."""
+    heads, q = torch.stack([WEIGHT] * 4), X.view(-1, 2, X.shape[-1] // 2)
+    for arguments, words in (
+        ({"x": X, "residual": RESIDUAL}, ()),
+        ({"x": X, "weight": heads, "bias": heads}, ()),
+        ({"x": X, "weight": heads, "bias": WEIGHT}, ("add up the gradients of the weight and the bias",)),
+        ({"x": X, "residual": RESIDUAL, "x_scale": 0.5}, ("scale x",)),
+        ({"x": X, "residual": RESIDUAL, "residual_dtype": BF16}, ("round the sum to residual_dtype",)),
+        ({"x": X, "residual": RESIDUAL, "function": fusednorm.rms_norm_add}, ("add the residual",)),
+        ({"x": q, "function": fusednorm.qk_norm_rope}, ("negate sin",)),
+        ({"x": X, "quantization": TOKEN, "function": fusednorm.quantize}, ()),
+    ):
+        found = explain(**arguments)
+        assert found.by_torch == words
+        assert str(found).count("with gradients, torch's operations") == len(words)
+        with fusednorm.use_backend("reference"):
+            assert explain(**arguments).by_torch == ()
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
