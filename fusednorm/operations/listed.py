@@ -44,7 +44,7 @@ class Listed(NamedTuple):
     operands: Mapping[str, Role]
     #: With the operands that the twin overwrites.
     results: tuple[Result, ...]
-    #: The plain operations in their order, with commas between; none where it has a call of its own, or torch's operations.
+    #: The plain operations in their order, with commas between; none where it has a call of its own, or none.
     steps: str
     #: Further arguments of a call that :mod:`fusednorm.tools.check` makes; a role stands for an operand.
     sample: Mapping[str, Any] = {}
