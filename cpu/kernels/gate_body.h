@@ -14,10 +14,7 @@ FN_INLINE double f64_of_bits(uint64_t bits) {
     return value;
 }
 
-/*
- * Gates with many numbers for each element, as those of float64, those with steps and those in turns, take fewer elements
- * together: `steps_float` and `steps_double`, 1 KiB. Threads may have stacks of 64 KiB.
- */
+/* Gates of float64 take fewer elements together, `steps_double`: threads may have stacks of 64 KiB. */
 
 /* z * sigmoid(alpha * z), beside the functions that Python knows. */
 enum { SWISH = FN_SOFTCAP + 1 };
@@ -46,7 +43,7 @@ static void activate_any_double(int activation, double alpha, const double *z, i
 #define OF(name) name##_float
 #define bits_of_float bits_of_f32
 #define number_of_float f32_of_bits
-enum { mantissa_float = 23, bias_float = 127, steps_float = FN_GATE_TILE / 2 };
+enum { mantissa_float = 23, bias_float = 127, steps_float = FN_GATE_TILE };
 #define together_float UNIT
 static const float least_float = -110.0f, low_float = -80.0f, rounder_float = 12582912.0f; /* 1.5 * 2^23 */
 static const float log2_e_float = 0x1.715476p+0f, ln2_high_float = 0x1.62e4p-1f, ln2_low_float = 0x1.7f7d1cp-20f;
@@ -345,7 +342,7 @@ static FN_NOINLINE void bring_together(int64_t size, const char *restrict even, 
 
 /* A tile in turns. */
 static FN_NOINLINE void gate_in_turns(const struct fn_gate *g, char *const *at, int n) {
-    _Alignas(64) char z[steps_float * sizeof(float)], y[sizeof z], dz[sizeof z], dy[sizeof z];
+    _Alignas(64) char z[FN_GATE_TILE * sizeof(float)], y[sizeof z], dz[sizeof z], dy[sizeof z];
     const int64_t size = fn_element_size(g->operand[FN_GATE].kind);
     const int backward = g->pass == FN_BACKWARD;
     const struct fn_ahead nothing = {0};
@@ -358,8 +355,7 @@ static FN_NOINLINE void gate_in_turns(const struct fn_gate *g, char *const *at, 
 }
 
 void FN_OF(gate_run)(const struct fn_gate *g, char *const *at, int64_t n, void *kept, const struct fn_ahead *ahead) {
-    const int narrow = g->flags & FN_IN_TURNS || fn_gate_has_steps(g) ? (int)steps_float : (int)FN_GATE_TILE;
-    const int tile_size = g->wide ? (int)steps_double : narrow;
+    const int tile_size = g->wide ? (int)steps_double : (int)FN_GATE_TILE;
     for (int64_t done = 0; done < n; done += tile_size) {
         const int count = (int)(n - done < tile_size ? n - done : tile_size);
         char *tile[FN_GATE_OPERANDS];
