@@ -1,11 +1,16 @@
 """LayerNorm and modulation beside torch's formulas; the kit compares them with the oracle."""
 
+import itertools
+
 import pytest
 import torch
 
 import fusednorm
 from fusednorm import fused_add_layer_norm, layer_norm, layer_norm_quant, modulate
 from fusednorm.quantizations import VLLM_INT8_TOKEN_CPU
+from fusednorm.reference import modulation
+
+from fast_calls import close_fast_path
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 X, RESIDUAL = torch.randn(2, 5, 7, 96, generator=torch.Generator().manual_seed(0))
@@ -114,6 +119,31 @@ def test_gradients_of_a_sample_are_sums_over_its_rows():
     inputs = [t.detach().double()[:2, :2].requires_grad_() for t in (X, RESIDUAL)]
     per_sample = RESIDUAL[:2, 3].double().requires_grad_()
     assert torch.autograd.gradcheck(lambda *t: modulate(t[0], t[2], t[1]), (*inputs, per_sample))
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("dtype", [BF16, F32, F64])
+def test_samples_of_several_lengths(dtype, fast, monkeypatch):
+    """Rows, samples, and one sample of all rows, also side by side: the formula's bits, in both passes."""
+    modulate(*torch.ones(3, 1, 1))
+    if not fast:
+        close_fast_path(monkeypatch)
+    generator = torch.Generator().manual_seed(5)
+    for shape in ((3, 300, 2, 70), (2, 1, 5, 33), (1, 1, 1, 64)):
+        first, *_, size = shape
+        # As they are passed, and as the formula takes them: without dimensions of one element for rows of a sample.
+        of = [(shape, shape), ((first, 1, 1, size), (first, size)), ((*shape[:2], size),) * 2, ((size,),) * 2]
+        for (of_scale, scale_of), (of_shift, shift_of) in itertools.product(of, of):
+            y, d = torch.randn(2, *shape, generator=generator).to(dtype)
+            scale, shift = (torch.randn(one, generator=generator).to(dtype) for one in (of_scale, of_shift))
+            leaves = [t.clone().requires_grad_() for t in (y, scale, shift)]
+            given = y, scale.reshape(scale_of), shift.reshape(shift_of)
+            found = modulate(*leaves)
+            assert torch.equal(found, modulation.modulated(*given, False, None)[0])
+            assert torch.equal(modulate(y, scale, shift), found)
+            wanted = modulation.modulated_gradients(d, *given, False, [True] * 3)
+            for a, b in zip(torch.autograd.grad(found, leaves, d), wanted, strict=True):
+                assert torch.equal(a, b.reshape(a.shape))
 
 
 @pytest.mark.parametrize(
