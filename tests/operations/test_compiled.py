@@ -87,7 +87,8 @@ def made(name, rows=4, length=6):
             return t.clone()
         return torch.randn(shape, generator=generator).to(t.dtype)
 
-    return {key: like(t) if isinstance(t, torch.Tensor) else t for key, t in EVERY[name][1].items()}
+    found = {key: like(t) if isinstance(t, torch.Tensor) else t for key, t in EVERY[name][1].items()}
+    return found | {key: found[key].abs() + 0.5 for key in found if key == "temperature"}
 
 
 def called(name):
