@@ -387,3 +387,25 @@ def test_without_a_fast_path(monkeypatch):
     """Names of arguments are taken there too, and nothing is done."""
     monkeypatch.setattr(fast_path, "OPEN", False)
     assert fast_path.Entry("log_prob", "logits").open()(logits=torch.ones(1)) is None
+
+
+@pytest.mark.parametrize("dtype", [*WIDE, torch.float16, torch.bfloat16], ids=str)
+def test_temperatures_of_a_tensor(dtype):
+    """One for all rows, or one for each, also subnormal; what is not greater than 0 and finite is refused."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    logits, ids = torch.randn(4, 8, dtype=wide), torch.arange(4)
+    one, each = torch.tensor(2.0, dtype=dtype), torch.full((4,), 2.0, dtype=dtype)
+    smallest = torch.full((4,), torch.finfo(dtype).smallest_normal / 4, dtype=dtype)
+    wanted = selected_log_prob(logits, ids, temperature=2.0)
+    for rows in (logits, logits.repeat_interleave(2, -1)[:, ::2]):
+        assert selected_log_prob(rows, ids, temperature=one).equal(wanted)
+        assert selected_log_prob(rows, ids, temperature=each).equal(wanted)
+        expected = selected_log_prob(rows, ids, temperature=smallest)
+        torch.set_flush_denormal(True)
+        try:
+            assert selected_log_prob(rows, ids, temperature=smallest).nan_to_num().equal(expected.nan_to_num())
+        finally:
+            torch.set_flush_denormal(False)
+        for unfit in (0.0, -0.0, -1.0, math.inf, math.nan):
+            with pytest.raises(ValueError, match=r"^temperature must be finite and greater than 0, got"):
+                selected_log_prob(rows, ids, temperature=each.clone().index_fill_(0, torch.tensor(2), unfit))
