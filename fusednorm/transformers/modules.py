@@ -52,8 +52,8 @@ class PatchedNorm(Patched):
         """Normalises one argument, or gates it by a second one. For other arguments it calls the original class."""
         if len(args) == 1 and not kwargs:
             (x,) = args
-            norm = self._taken(x)
-            if norm is not None:
+            state = self._fusednorm
+            if isinstance(x, Tensor) and (norm := taken(state.forms, state.reads, x, self)) is not None:
                 return _normed(norm, x)
         elif len(args) == 2 and not kwargs:
             x, gate = args
@@ -84,10 +84,6 @@ class PatchedNorm(Patched):
             return []
         added = {"added_to_weight": form.added} if form.added else {}
         return [("layer_norm" if form.center else "rms_norm", {"eps": form.eps, **form.of_norm, **added})]
-
-    def _taken(self, x: Any) -> Taken | None:
-        state = self._fusednorm
-        return taken(state.forms, state.reads, x, self) if isinstance(x, Tensor) else None
 
     def _taken_with_gate(self, x: Any, gate: Any) -> Taken | None:
         if not (isinstance(x, Tensor) and isinstance(gate, Tensor) and x.shape == gate.shape):

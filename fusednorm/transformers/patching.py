@@ -231,7 +231,7 @@ def _patch_norms(model: torch.nn.Module) -> Iterator[Outcome]:
         if isinstance(found, str):
             yield type(module).__name__, False, found
         else:
-            yield attach(module, PatchedNorm, frozenset(), NormState(*found, reads.copy()), _describe(*found))
+            yield attach(module, PatchedNorm, frozenset(), NormState(*found, reads.of(module)), _describe(*found))
 
 
 def _forms_or_reason(module: torch.nn.Module) -> _Known:

@@ -71,11 +71,15 @@ class Reads:
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
 
-    def copy(self) -> Reads:
-        """The same for another module: of what two share, a compiler asks at each call whether they still do."""
-        copied = Reads()
-        copied.values = dict(self.values)
-        return copied
+    def of(self, owner: object) -> Reads:
+        """The same for an object for which they hold, with its own values, so that each call finds the same objects.
+
+        Of what two objects share, a compiler asks at each call whether they still do.
+        """
+        its_own = Reads()
+        for name, value in self.values.items():
+            its_own.values[name] = value if type(value) is Reads else copy.deepcopy(getattr(owner, name, ...))
+        return its_own
 
     def hold(self, owner: object) -> bool:
         """Whether the attributes of a module, or of another object, are these."""

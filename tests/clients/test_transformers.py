@@ -237,7 +237,7 @@ def test_each_family_keeps_its_rounding():
         module = next(m for m in patched(build(name)).modules() if isinstance(m, modules.PatchedNorm))
         hidden = x[:, : module.weight.shape[0]].contiguous()
         expected = module._made_of[0].forward(module, hidden)
-        form = module._taken(hidden).form
+        form = module._fusednorm.forms[hidden.dtype, module.weight.dtype]
 
         def differ(round_norm, form=form, hidden=hidden, module=module, expected=expected):
             y = fusednorm.rms_norm(

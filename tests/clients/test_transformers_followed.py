@@ -8,6 +8,7 @@ import torch
 
 import fusednorm.transformers
 from fusednorm.transformers import patching
+from fusednorm.transformers.reads import Reads
 
 transformers = pytest.importorskip("transformers", reason="the tox environment `transformers` installs it")
 
@@ -158,3 +159,11 @@ def test_a_decorator_that_documents_is_left_out():
     wanted = module(x, residual)
     assert fusednorm.transformers.patch(module).adds == 1
     torch.testing.assert_close(module(x, residual), wanted)
+
+
+def test_what_each_norm_reads_is_found_without_a_comparison(monkeypatch):
+    """Norms that share a trace have shapes and numbers of their own, which are equal but other objects."""
+    model = torch.nn.Sequential(*(torch.nn.LayerNorm(8, eps=float(number)) for number in ("1e-5", "1e-5", "1e-5")))
+    assert fusednorm.transformers.patch(model).norms == 3
+    monkeypatch.setattr(Reads, "hold", None)
+    model(torch.randn(2, 8))
