@@ -6,7 +6,7 @@ The front end makes a :class:`Forward` or a :class:`Backward`, and passes it who
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -51,7 +51,7 @@ _FLAGS_OF_NORMS = ("eps", "weight_offset", "round_sum", "round_norm", "out_dtype
 _STEPS_OF_GATES = ("limit", "alpha", "up_offset", "clamp", "round_steps")
 
 
-def unusual(flags: Mapping[str, Any], usual: Mapping[str, Any], known: Sequence[str] = ()) -> tuple[str, ...]:
+def unusual(flags: Mapping[str, Any], usual: Mapping[str, Any], known: Collection[str] = ()) -> tuple[str, ...]:
     """The names of flags that are not at their usual values, but those that are known."""
     return tuple([name for name in flags if name not in known and flags[name] != usual.get(name, flags[name])])
 

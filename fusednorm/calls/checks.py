@@ -187,7 +187,7 @@ def check_activation(activation: str) -> None:
         raise ValueError(f"activation must be one of {names}, got {activation!r}; silu is also called swish")
 
 
-def check_gate_steps(steps: GateSteps, activation: str, wide: torch.dtype) -> dict[str, float]:
+def check_gate_steps(steps: GateSteps, activation: str, wide: torch.dtype) -> dict[str, Any]:
     """The optional steps of a gate, as its operator has them; returns its numbers, rounded to ``wide``."""
     numbers = check_gate_numbers(steps.limit or None, steps.alpha, steps.up_offset, steps.clamp, wide)
     check_flag("round_steps", steps.round_steps)
@@ -247,7 +247,7 @@ def _not_positive(values: Tensor) -> float | None:
 
 def check_gate_numbers(
     limit: float | None, alpha: float, up_offset: float, clamp: str, wide: torch.dtype
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """The numbers of a gate's optional steps, rounded to ``wide``; the limit is 0 where there is none."""
     kind = str(wide)[6:]
     most = 0.0 if limit is None else number("limit", limit, wide)

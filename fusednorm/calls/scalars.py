@@ -61,9 +61,10 @@ def whole(name: str, value: object) -> int:
         return cast(int, value)
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be int or None, got {value!r}; leave it out for None")
-    if not -(2**63) <= value < 2**63:
-        raise ValueError(f"{name} must be a number that an int64 holds, got {value!r}; leave it out for None")
-    return int(value)
+    found = int(value)
+    if not -(2**63) <= found < 2**63:
+        raise ValueError(f"{name} must be a number that an int64 holds, got {found}; leave it out for None")
+    return found
 
 
 def in_float32(value: float) -> float:

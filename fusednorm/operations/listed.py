@@ -105,7 +105,7 @@ def _tensors(role: Role, heads: bool, x: Tensor, other: Tensor, weight: Tensor |
         case Role.NUMBERS:
             return (other[:, 0],) * 2
         case Role.SETTINGS:
-            return (other.detach()[:, 0].abs() + 1,) * 2
+            return (other.detach()[:, 0].abs().nan_to_num(posinf=0.0) + 1,) * 2
         case Role.IDS | Role.CHOSEN:
             return (torch.arange(len(x), device=x.device) % x.shape[-1],) * 2
     return other.detach()[:, :size].chunk(2, -1)

@@ -134,8 +134,8 @@ def _rows(
     in_memory = listener is None
     _check(*operands, how, out, in_memory)
     wide = accumulator(x.dtype)
-    numbers = {"eps": number("eps", how.eps, wide), "weight_offset": number("weight_offset", how.weight_offset, wide)}
-    how = how._replace(**numbers)
+    offset = number("weight_offset", how.weight_offset, wide)
+    how = how._replace(eps=number("eps", how.eps, wide), weight_offset=offset)
     records = is_grad_enabled() and requires_grad(*operands)
     if out is not None and records:
         refuse_grad(function.__name__)
