@@ -72,10 +72,8 @@ _EXCLUDED: dict[str, Callable[[Quantization], bool]] = {
 
 
 #: The fields that a backend knows which knows quantizers. Kernels never see ``scale_dtype``.
-_FIRST_FIELDS = frozenset(
-    ("dtype", "per", "zero_point", "scale_by", "apply", "amax_floor", "amax_limit", "scale_floor", "floor_dtype")
-    + ("returns", "layout", "qmin", "qmax", "scale_dtype")
-)
+_FIRST_FIELDS = {"dtype", "per", "zero_point", "scale_by", "apply", "amax_floor", "amax_limit", "scale_floor"}
+_FIRST_FIELDS |= {"floor_dtype", "returns", "layout", "qmin", "qmax", "scale_dtype"}
 
 
 @dataclass(frozen=True)
