@@ -871,6 +871,7 @@ def driver(monkeypatch):
     api = SimpleNamespace(
         CUresult=Status,
         CUfunction_attribute=SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="shared"),
+        cuDriverGetVersion=lambda: (Status.SUCCESS, 13000),
         cuFuncSetAttribute=set_attribute,
         cuModuleLoadData=load,
         cuModuleGetFunction=lambda module, name: (Status.SUCCESS, 1234),
