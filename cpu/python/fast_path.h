@@ -102,7 +102,6 @@ int fn_run_in_c(struct fn_call *c, fn_run_fn *run); /* nonzero if it refuses, or
  * fast_path_numbers.c: numbers rounded once to the type of the computation, before anybody asks for one. They return 0 for what
  * Python reports, or converts: of what is no float; or an int either; or is not positive and normal in that type.
  */
-double fn_rounded(double value, int wide);
 int fn_read_float(PyObject *number, int wide, double *value);
 int fn_read_number(PyObject *number, int wide, double *value);
 int fn_read_normal(PyObject *number, int wide, double *value);

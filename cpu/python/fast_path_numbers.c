@@ -7,6 +7,8 @@
 
 /* The nearest float, ties to even; in integers, because the thread may flush subnormals or round otherwise. */
 static double in_float(double value) {
+    if (value == 1) return value;
+    if (value == 0) return 0 * value; /* which may be subnormal, where the thread takes that for 0 */
     uint64_t bits;
     memcpy(&bits, &value, sizeof bits);
     const uint64_t sign = bits >> 63 << 63, magnitude = bits ^ sign;
@@ -25,17 +27,17 @@ static double in_float(double value) {
     return sign ? -found : found;
 }
 
-double fn_rounded(double value, int wide) { return wide ? value : in_float(value); }
+static double rounded(double value, int wide) { return wide ? value : in_float(value); }
 
 int fn_read_float(PyObject *number, int wide, double *value) {
     if (Py_TYPE(number) != &PyFloat_Type) return 0;
-    *value = fn_rounded(PyFloat_AsDouble(number), wide);
+    *value = rounded(PyFloat_AsDouble(number), wide);
     return 1;
 }
 
 int fn_read_number(PyObject *number, int wide, double *value) {
     if (Py_TYPE(number) != &PyFloat_Type && Py_TYPE(number) != &PyLong_Type) return 0;
-    *value = fn_rounded(PyFloat_AsDouble(number), wide);
+    *value = rounded(PyFloat_AsDouble(number), wide);
     if (*value == -1 && PyErr_Occurred()) {
         PyErr_Clear(); /* Python names the number that a double does not hold */
         return 0;
