@@ -31,6 +31,7 @@ from fusednorm.backends.triton import cpu as triton_cpu
 from fusednorm.backends.triton import gpu as triton_gpu
 from fusednorm.backends.triton import host as triton_host
 from fusednorm.calls.call import AroundNorm, Flags, Forward, GateSteps, operation_of
+from fusednorm.calls.scalars import in_float32
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, covering, operands
 from fusednorm.engine.execute import backward as differentiate
 
@@ -338,7 +339,7 @@ def test_a_launch_of_a_quantizer(launches):
     call = launches.calls[3]
     assert call[0] == (2, 1, 1)
     given = dict(zip(names, call[1:], strict=False))
-    assert (given["qmin"], given["qmax"], given["scale_floor"]) == (-128.0, 100.0, 1e-3)
+    assert (given["qmin"], given["qmax"], given["scale_floor"]) == (-128.0, 100.0, in_float32(1e-3))
     assert (given["x_stride"], given["numbers_stride"], given["scale_stride"]) == (8192, 4096, 1)
 
 
@@ -582,7 +583,7 @@ def test_a_launch_of_a_rotation(launches):
     lies = {"q_count": 7, "k_count": 1, "q_stride": 9 * 128, "q_out_head": 128, "q_weight_head": 0, "cos_stride": 64}
     assert {name: given[name] for name in lies} == lies
     assert (given["k"], given["k_out"]) == (given["q"] + 7 * 256,) * 2
-    assert (given["rows"], given["eps"]) == (9, 9e-6)
+    assert (given["rows"], given["eps"]) == (9, in_float32(9e-6))
 
 
 def test_heads_that_the_rotation_does_not_take(launches):
