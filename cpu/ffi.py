@@ -24,7 +24,6 @@ ffibuilder.cdef("""
     struct fn_tuning *fn_tuning(void);
     const char *fn_openmp_path(void);
     void fn_after_fork(void);
-    int fn_has_arithmetic(void);
     uint64_t fn_enter_arithmetic(void);
     void fn_leave_arithmetic(uint64_t state);
     /* A `struct fn_call`, as fusednorm/calls/c_abi.py packs it: cffi passes bytes as a pointer to void. */

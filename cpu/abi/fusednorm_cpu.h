@@ -226,10 +226,9 @@ const char *fn_openmp_path(void); /* the file of the OpenMP runtime in use; empt
 void fn_after_fork(void); /* this process is a forked child: from now on everything runs on the calling thread */
 
 /*
- * For what is computed around calls: whether the calling thread has the spec's arithmetic; gives it that, and the caller's back, which
- * the first one has returned.
+ * For what is computed around calls: gives the calling thread the spec's arithmetic, and the caller's back, which the first one
+ * has returned.
  */
-int fn_has_arithmetic(void);
 uint64_t fn_enter_arithmetic(void);
 void fn_leave_arithmetic(uint64_t state);
 

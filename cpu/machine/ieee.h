@@ -23,7 +23,6 @@ static inline fn_fp_state fn_enter_ieee(void) {
 static inline void fn_leave_ieee(fn_fp_state state) {
     if (state & NOT_IEEE) _mm_setcsr(state);
 }
-static inline int fn_is_ieee(void) { return !(_mm_getcsr() & NOT_IEEE); }
 #elif defined(FN_AARCH64)
 #if defined(_MSC_VER) && !defined(__clang__)
 #include <intrin.h>
@@ -49,12 +48,10 @@ static inline fn_fp_state fn_enter_ieee(void) {
 static inline void fn_leave_ieee(fn_fp_state state) {
     if (state != ((state & ~NOT_IEEE) | DEFAULT_NAN)) write_fpcr(state);
 }
-static inline int fn_is_ieee(void) { return !(read_fpcr() & NOT_IEEE); } /* but for its NaNs */
 #else
 typedef int fn_fp_state;
 static inline fn_fp_state fn_enter_ieee(void) { return 0; }
 static inline void fn_leave_ieee(fn_fp_state state) { (void)state; }
-static inline int fn_is_ieee(void) { return 1; }
 #endif
 
 /* Replaces a NaN that the caller gives as eps or an offset: rounding in integers takes NaNs whose low bits are zero. */

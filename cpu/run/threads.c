@@ -80,7 +80,6 @@ const char *fn_openmp_path(void) {
 
 #endif
 
-int fn_has_arithmetic(void) { return fn_is_ieee(); }
 uint64_t fn_enter_arithmetic(void) { return fn_enter_ieee(); }
 void fn_leave_arithmetic(uint64_t state) { fn_leave_ieee((fn_fp_state)state); }
 

@@ -7,6 +7,7 @@ it, and those with many elements wait for ever for the threads of the process th
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -27,6 +28,16 @@ def _library() -> Any:
         return import_module("fusednorm._cpu").lib
     except ImportError:  # the cpu backend says why
         return None
+
+
+#: Numbers whose sums and products tell how a thread computes.
+_LEAST, _LEAST_NORMAL, _HALF, _TIE, _ABOVE = 5e-324, sys.float_info.min, 0.5, 2.0**-53, 1.5 * 2.0**-53
+
+
+def _is_as_specified() -> bool:
+    """Whether this thread keeps subnormals and rounds to nearest even. It loads no library for that."""
+    keeps = _LEAST != 0.0 and _LEAST_NORMAL * _HALF != 0.0
+    return keeps and 1.0 + _TIE == 1.0 and -1.0 - _TIE == -1.0 and 1.0 + _ABOVE != 1.0
 
 
 @contextmanager
@@ -53,10 +64,9 @@ def exact(function: _Function) -> _Function:
     def run(*arguments: Any, **named: Any) -> Any:
         if is_dynamo_compiling():
             return function(*arguments, **named)
-        library = _library()
-        if not process.forked and (library is None or library.fn_has_arithmetic()):
+        if _is_as_specified() and not process.forked:
             return function(*arguments, **named)
-        with _as_specified(library):
+        with _as_specified(_library()):
             return function(*arguments, **named)
 
     return cast(_Function, run)
