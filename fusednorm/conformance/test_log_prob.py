@@ -17,7 +17,7 @@ from fusednorm.conformance.cases import (
     operands,
 )
 from fusednorm.engine import log_prob
-from fusednorm.engine.declared import gradient
+from fusednorm.engine.declared import backend_of, gradient
 from fusednorm.engine.log_prob import Selecting
 from fusednorm.reference import log_prob as reference
 from fusednorm.reference.norm import SEGMENT, halved, treesum
@@ -142,12 +142,16 @@ def test_parts_of_rows(mode, agree, dtype):
         place = begin, size
         given = {**selecting.operands(part), "m": m, "s": s, "entropy": h}
         of_results = {"d": d, "d_entropy": d_entropy}
-        found = gradient("log_prob_parts", "selected", of_results, given, ("logits",), selecting.flags(), place)
+        found = gradient(
+            backend_of(part, "log_prob_parts"), "selected", of_results, given, ("logits",), selecting.flags(), place
+        )
         agree([found], [wanted[:, begin:end]], f"gradient, {about}")
         total = treesum(d_rows.to(m.dtype))
         [wanted] = reference.log_softmax_gradient(d_rows, logits, m, s, [True])
         of_results, given = {"d": d_rows[:, begin:end], "d_entropy": total}, {"logits": part, "m": m, "s": s}
-        found = gradient("log_prob_parts", "log_softmax", of_results, given, ("logits", "d"), {}, place)
+        found = gradient(
+            backend_of(part, "log_prob_parts"), "log_softmax", of_results, given, ("logits", "d"), {}, place
+        )
         agree([found], [wanted[:, begin:end]], f"log_softmax, {about}")
 
 

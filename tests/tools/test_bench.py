@@ -322,10 +322,12 @@ class Called(TorchFunctionMode):
 
 
 def test_torch_eager_is_what_a_user_of_torch_writes():
-    """Of every operation; and it computes the same."""
+    """Of every operation of the library; and it computes the same."""
     bench = benchmark.Bench(CPU, None, ["eager"])
     called = {}
     for op, measured in reversed(every_measured().items()):  # the first of several quantizations comes last
+        if not hasattr(fusednorm, measured.listed.name):  # a toy that other tests have declared
+            continue
         of_op = cells.Cell(op, "bfloat16", 3, HIDDEN, 1)
         call = bench.peers[0].of(op)(torch.ones(HIDDEN).bfloat16(), benchmark.EPS)
         inputs = bench._inputs(of_op)
@@ -334,7 +336,7 @@ def test_torch_eager_is_what_a_user_of_torch_writes():
         called[measured.listed.name] = " ".join(mode.names)
         assert "error" not in bench.measure(of_op)["torch eager"]
     assert called == IN_TORCH
-    assert called.keys() == every().keys()
+    assert called.keys() == {name for name in every() if hasattr(fusednorm, name)}
 
 
 def test_by_operation(made_up_times, called, capsys):
