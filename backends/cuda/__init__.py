@@ -27,6 +27,7 @@ from fusednorm.backends.cuda.choice import (
 )
 from fusednorm.backends.cuda.compiler import checked
 from fusednorm.backends.kernel_keys import (
+    FUNCTIONS_OF_GATES,
     PACKED,
     UNTRIED,
     BackwardKind,
@@ -56,11 +57,7 @@ DEVICES = ("cuda",)
 KNOWS = frozenset(("residual_dtype", "norm_before_add", "affine", "x_scale", "center"))
 KNOWS |= {"quantize", "round_scale", "gate", "gate_backward", "gate_steps", "gate_interleaved", "norm_gated", "rotate"}
 KNOWS |= {"log_prob", "log_prob_backward"}
-KNOWS |= {
-    f"{step}.{function}"
-    for step in ("gate", "gate_backward", "norm_gated")
-    for function in ("sigmoid", "gelu_tanh", "gelu", "relu2")
-}
+KNOWS |= FUNCTIONS_OF_GATES
 
 #: The type of device whose tensors the fast path takes to this backend; None if there is no fast path.
 fast_path: str | None = "cuda" if path.OPEN else None

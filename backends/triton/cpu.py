@@ -19,6 +19,7 @@ import torch
 
 from fusednorm.backends import cpu
 from fusednorm.backends.kernel_keys import (
+    FUNCTIONS_OF_GATES,
     PACKED,
     BackwardKind,
     ForwardKind,
@@ -48,11 +49,7 @@ DEVICES = ("cpu",)
 #: The cpu backend rotates heads: a head is one tile, so kernels of Triton's have nothing to gain.
 KNOWS = frozenset(("residual_dtype", "affine", "x_scale", "center", "quantize", "round_scale", "norm_gated", "rotate"))
 KNOWS |= {"gate", "gate_backward", "gate_steps", "gate_interleaved", "log_prob", "log_prob_backward"}
-KNOWS |= {
-    f"{step}.{function}"
-    for step in ("gate", "gate_backward", "norm_gated")
-    for function in ("sigmoid", "gelu_tanh", "gelu", "relu2")
-}
+KNOWS |= FUNCTIONS_OF_GATES
 
 #: The backend that takes calls while a kernel is compiled in the background.
 MEANWHILE = "cpu"

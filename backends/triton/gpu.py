@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fusednorm.backends.kernel_keys import (
+    FUNCTIONS_OF_GATES,
     UNTRIED,
     BackwardKind,
     ForwardKind,
@@ -37,11 +38,7 @@ DEVICES = ("cuda", "xpu", "cpu") if INTERPRETED else ("cuda", "xpu")
 KNOWS = frozenset(("residual_dtype", "norm_before_add", "affine", "x_scale", "center"))
 KNOWS |= {"quantize", "round_scale", "gate", "gate_backward", "gate_steps", "gate_interleaved", "norm_gated", "rotate"}
 KNOWS |= {"log_prob", "log_prob_backward"}
-KNOWS |= {
-    f"{step}.{function}"
-    for step in ("gate", "gate_backward", "norm_gated")
-    for function in ("sigmoid", "gelu_tanh", "gelu", "relu2")
-}
+KNOWS |= FUNCTIONS_OF_GATES
 
 #: Elements that a program keeps in registers at most; longer rows are read twice.
 _MOST = 16384
