@@ -9,9 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusednorm
 from fusednorm import Quantization
-from fusednorm.calls.declared import Role
 from fusednorm.compat import functional
-from fusednorm.operations.declared import PUBLIC
+from fusednorm.declare.declaration import Role
+from fusednorm.operations.front_door import PUBLIC
 from fusednorm.quantizations import SGLANG_FP8_TOKEN, VLLM_FP8_TOKEN, VLLM_INT8_STATIC_AZP, VLLM_INT8_TOKEN_AZP_CPU
 
 BF16, F32 = torch.bfloat16, torch.float32

@@ -21,9 +21,9 @@ import fusednorm
 from fusednorm import Quantization, quantizations
 from fusednorm.backends import cpu
 from fusednorm.calls.call import ACTIVATIONS
-from fusednorm.calls.declared import Role
 from fusednorm.conformance.cases import differing
-from fusednorm.torch_ops.declared import DECLARED
+from fusednorm.declare.declaration import Role
+from fusednorm.torch_ops.operator import DECLARED
 from fusednorm.torch_ops.registered import exported
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

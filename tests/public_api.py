@@ -17,7 +17,7 @@ import torch
 import fusednorm
 from fusednorm.engine.choose import ENTRY_POINTS
 from fusednorm.environment import VARIABLES
-from fusednorm.operations.declared import PUBLIC
+from fusednorm.operations.front_door import PUBLIC
 from fusednorm.tools.cli import command_line
 from fusednorm.torch_ops.registered import exported
 

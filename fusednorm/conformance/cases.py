@@ -12,8 +12,8 @@ import torch
 
 import fusednorm
 from fusednorm.calls.call import accumulator
-from fusednorm.calls.declared import CONSTANT, Role
 from fusednorm.conformance import oracle, oracle_gated, oracle_log_prob
+from fusednorm.declare.declaration import CONSTANT, Role
 from fusednorm.operations.listed import every
 from fusednorm.reference import norm as reference
 

@@ -17,8 +17,8 @@ from fusednorm.conformance.cases import (
     operands,
 )
 from fusednorm.engine import log_prob
-from fusednorm.engine.declared import backend_of, gradient
 from fusednorm.engine.log_prob import Selecting
+from fusednorm.engine.run import backend_of, gradient
 from fusednorm.reference import log_prob as reference
 from fusednorm.reference.norm import SEGMENT, halved, treesum
 

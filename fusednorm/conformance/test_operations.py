@@ -28,7 +28,7 @@ from fusednorm.conformance.cases import (
     weights_of,
 )
 from fusednorm.conformance.test_quantized import PRESETS, scales_given
-from fusednorm.operations.declared import PUBLIC
+from fusednorm.operations.front_door import PUBLIC
 
 pytestmark = pytest.mark.promise("same bits")
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusednorm.engine.declared import backend_of, make
+from fusednorm.engine.run import backend_of, make
 from fusednorm.reference.norm import SEGMENT
 
 

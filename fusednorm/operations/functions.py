@@ -11,11 +11,11 @@ from torch.compiler import is_dynamo_compiling
 from fusednorm.calls import must_be_seen
 from fusednorm.calls.call import accumulator
 from fusednorm.calls.checks import check_cap
-from fusednorm.calls.declared import Declaration, Operand, Result
 from fusednorm.calls.fast_path import FUNCTION, Entry
+from fusednorm.declare.declaration import Declaration, Operand, Result
 from fusednorm.engine import execute
 from fusednorm.engine.execute import Gating
-from fusednorm.operations.declared import Operation, dtype_of
+from fusednorm.operations.front_door import Operation, dtype_of
 from fusednorm.operations.gate import Gated
 from fusednorm.reference import activations
 

@@ -32,8 +32,8 @@ from fusednorm.calls.must_be_seen import Listener
 from fusednorm.engine import execute
 from fusednorm.engine.execute import Gating
 from fusednorm.torch_ops import dtensor_bridge
-from fusednorm.torch_ops.declared import DECLARED
 from fusednorm.torch_ops.gradients import composed_again
+from fusednorm.torch_ops.operator import DECLARED
 from fusednorm.torch_ops.steps import GATE
 
 

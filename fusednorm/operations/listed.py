@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fusednorm import quantizations as presets
-from fusednorm.calls.declared import Result, Role
-from fusednorm.operations.declared import PUBLIC, Operation
+from fusednorm.declare.declaration import Result, Role
+from fusednorm.operations.front_door import PUBLIC, Operation
 from fusednorm.operations.gate import gate, gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from fusednorm.operations.l2 import l2_norm
 from fusednorm.operations.layer_norm import fused_add_layer_norm, layer_norm

@@ -14,11 +14,11 @@ from fusednorm.calls import must_be_seen
 from fusednorm.calls.c_enums import DeclaredOf
 from fusednorm.calls.call import accumulator
 from fusednorm.calls.checks import check_cap, check_dense, check_ids, check_temperature, refuse_type
-from fusednorm.calls.declared import Declaration, Operand, Result, Role
 from fusednorm.calls.fast_path import Entry
 from fusednorm.calls.scalars import number
-from fusednorm.engine.declared import Kernel
-from fusednorm.operations.declared import Operation, Results, dtype_of
+from fusednorm.declare.declaration import Declaration, Operand, Result, Role
+from fusednorm.engine.run import Kernel
+from fusednorm.operations.front_door import Operation, Results, dtype_of
 from fusednorm.reference import log_prob as reference
 from fusednorm.torch_ops import dtensor_bridge
 

@@ -10,9 +10,9 @@ from torch.compiler import is_dynamo_compiling
 
 from fusednorm.calls import must_be_seen
 from fusednorm.calls.checks import check_dense
-from fusednorm.calls.declared import Declaration, Operand, Result, Role
 from fusednorm.calls.fast_path import Entry
-from fusednorm.operations.declared import Operation, dtype_of
+from fusednorm.declare.declaration import Declaration, Operand, Result, Role
+from fusednorm.operations.front_door import Operation, dtype_of
 from fusednorm.reference import modulation
 
 #: As C takes a call without an output, of the operator too.

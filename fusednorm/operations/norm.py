@@ -28,10 +28,10 @@ from fusednorm.calls.checks import (
 from fusednorm.calls.fast_path import Entry
 from fusednorm.calls.scalars import number
 from fusednorm.engine import execute
-from fusednorm.operations.declared import Results
+from fusednorm.operations.front_door import Results
 from fusednorm.torch_ops import dtensor_bridge, steps
-from fusednorm.torch_ops.declared import Operator
 from fusednorm.torch_ops.gradients import Normalise
+from fusednorm.torch_ops.operator import Operator
 from fusednorm.torch_ops.operators import FUSED_ADD_LAYER_NORM, FUSED_ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 
 

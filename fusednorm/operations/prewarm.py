@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from fusednorm.calls.checks import check_is_quantization
-from fusednorm.calls.declared import Role
 from fusednorm.calls.devices import present
 from fusednorm.calls.process import waiting_for_kernels
 from fusednorm.calls.quantization import Quantization, is_given
+from fusednorm.declare.declaration import Role
 from fusednorm.operations.gate import gate, gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from fusednorm.operations.listed import of_function
 from fusednorm.operations.norm import fused_add_rms_norm, rms_norm

@@ -36,7 +36,7 @@ from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
 from fusednorm.reference import norm as reference
 from fusednorm.reference import quantizer
 from fusednorm.torch_ops import dtensor_bridge
-from fusednorm.torch_ops.declared import as_new
+from fusednorm.torch_ops.operator import as_new
 
 _quantize = Entry("quantizer", "x packed scale zero_point out scale_out zero_point_out").open()
 _and_mul = Entry("gate", f"x z between {STEPS}", constants={"order": AND_MUL, "activation": "silu"}).open()

@@ -25,17 +25,17 @@ from fusednorm.calls.checks import (
     check_operands,
     check_quantization,
 )
-from fusednorm.calls.declared import Declaration, Operand, Result, Role
 from fusednorm.calls.quantization import Quantization, computed_by, groups_of, scales_of
 from fusednorm.calls.scalars import number
+from fusednorm.declare.declaration import Declaration, Operand, Result, Role
 from fusednorm.engine import execute
 from fusednorm.engine.choose import request, request_of_backward, use_backend
 from fusednorm.reference import norm as reference
 from fusednorm.reference import quantizer
 from fusednorm.torch_ops import steps as _steps  # noqa: F401 - declares them
-from fusednorm.torch_ops.declared import Operator, as_new
 from fusednorm.torch_ops.dtensor_bridge import on_rows
 from fusednorm.torch_ops.gradients import backend_of, by_backend, gradients, keep, new_rstd
+from fusednorm.torch_ops.operator import Operator, as_new
 from fusednorm.torch_ops.registered import register
 
 

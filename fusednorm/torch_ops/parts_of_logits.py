@@ -16,13 +16,13 @@ from torch.distributed.tensor import DTensor
 
 from fusednorm.calls import must_be_seen
 from fusednorm.calls.checks import check_ids
-from fusednorm.calls.declared import Role
+from fusednorm.declare.declaration import Role
 from fusednorm.engine import log_prob
-from fusednorm.engine.declared import backend_of, gradient
 from fusednorm.engine.log_prob import Selecting
+from fusednorm.engine.run import backend_of, gradient
 from fusednorm.reference import log_prob as reference
 from fusednorm.reference.norm import rounded
-from fusednorm.torch_ops.declared import Operator
+from fusednorm.torch_ops.operator import Operator
 from fusednorm.torch_ops.parts_of_rows import Piece, Where, exchanged_sum, gathered, numbers_of, where_of
 
 _WITH_ENTROPY, _PARTS = "selected_log_prob_and_entropy", "log_prob_parts"

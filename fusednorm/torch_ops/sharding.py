@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusednorm.calls.declared import Declaration, Role
 from fusednorm.calls.quantization import Quantization, computed_by
-from fusednorm.torch_ops.declared import DECLARED
+from fusednorm.declare.declaration import Declaration, Role
+from fusednorm.torch_ops.operator import DECLARED
 
 try:
     from torch.distributed.device_mesh import DeviceMesh

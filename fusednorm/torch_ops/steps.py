@@ -16,14 +16,14 @@ from fusednorm.calls import must_be_seen
 from fusednorm.calls.arithmetic import exact
 from fusednorm.calls.call import GateSteps
 from fusednorm.calls.checks import check_activation, check_dtype, check_gate_steps, check_operands
-from fusednorm.calls.declared import Declaration, Operand, Result, Role
 from fusednorm.calls.rotation_checks import check_heads, check_tables
+from fusednorm.declare.declaration import Declaration, Operand, Result, Role
 from fusednorm.engine import execute
 from fusednorm.engine.execute import Gating, Head, Rotation
 from fusednorm.reference import activations, rotation
 from fusednorm.reference import norm as reference
 from fusednorm.torch_ops import dtensor_bridge
-from fusednorm.torch_ops.declared import Operator
+from fusednorm.torch_ops.operator import Operator
 
 AFFINE = Operator(
     Declaration(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from every_operation import FUNCTIONS, MORE, RIGHT, clones, function_of, tensors, without_outputs, written_by
 
-from fusednorm.operations.declared import PUBLIC
+from fusednorm.operations.front_door import PUBLIC
 from fusednorm.operations.listed import every
 
 WRONG = {

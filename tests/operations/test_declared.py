@@ -11,9 +11,9 @@ from every_operation import FUNCTIONS, Named, called
 
 import fusednorm
 from fusednorm.__main__ import main
-from fusednorm.calls.declared import Role
 from fusednorm.conformance.cases import DTYPES
-from fusednorm.operations.declared import PUBLIC
+from fusednorm.declare.declaration import Role
+from fusednorm.operations.front_door import PUBLIC
 from fusednorm.operations.listed import every
 from fusednorm.tools import check
 from fusednorm.tools.measure import bench, clock, workloads

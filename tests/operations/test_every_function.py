@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusednorm
 from fusednorm.calls import fast_path
-from fusednorm.operations.declared import PUBLIC
+from fusednorm.operations.front_door import PUBLIC
 
 functions = pytest.mark.parametrize("name", FUNCTIONS)
 calls = pytest.mark.parametrize("name", CALLS)

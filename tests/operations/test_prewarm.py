@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fusednorm
-from fusednorm.engine.declared import Kernel
+from fusednorm.engine.run import Kernel
 from fusednorm.quantizations import VLLM_INT8_STATIC_AZP_CPU, VLLM_INT8_TOKEN_CPU
 
 NORMS = ("rms_norm", "fused_add_rms_norm")

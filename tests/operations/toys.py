@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from fusednorm.calls.declared import Declaration, Operand, Result, Role
-from fusednorm.operations.declared import Operation
+from fusednorm.declare.declaration import Declaration, Operand, Result, Role
+from fusednorm.operations.front_door import Operation
 from fusednorm.reference import norm as reference
 
 

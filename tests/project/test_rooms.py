@@ -8,7 +8,18 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 #: In the order in which one may know the ones before it.
-ROOMS = ("calls", "reference", "backends", "engine", "torch_ops", "operations", "clients", "conformance", "tools")
+ROOMS = (
+    "calls",
+    "declare",
+    "reference",
+    "backends",
+    "engine",
+    "torch_ops",
+    "operations",
+    "clients",
+    "conformance",
+    "tools",
+)
 CLIENTS = ("compat", "transformers", "vllm", "onnx", "onnx_operators", "accelerate")
 
 #: Public names that modules outside of all rooms hand on.

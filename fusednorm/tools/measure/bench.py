@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import Tensor
 
 import fusednorm
-from fusednorm.calls.declared import Role
+from fusednorm.declare.declaration import Role
 from fusednorm.tools import doctor
 from fusednorm.tools.agree.bits import count_differing
 from fusednorm.tools.cli import DTYPES, INTERRUPTED, UnusableError, shape

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fusednorm import Quantization, quantizations
-from fusednorm.calls.declared import Role
+from fusednorm.declare.declaration import Role
 from fusednorm.operations.gate import gate
 from fusednorm.operations.listed import Listed, every, head_size
 from fusednorm.operations.norm_gated import rms_norm_gated

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fusednorm.calls.call import DeclaredCall, Flags, Step, Strides, operation_of, unusual
 from fusednorm.calls.checks import check_kept
-from fusednorm.calls.declared import Declaration, Role
 from fusednorm.calls.memory import in_levels, new, new_like, packed
+from fusednorm.declare.declaration import Declaration, Role
 from fusednorm.engine.choose import Chosen
 from fusednorm.engine.execute import new_gradients, whole_of
 

@@ -15,7 +15,7 @@ from fusednorm.calls.call import Flags
 from fusednorm.calls.checks import check_apart, check_flags, check_operands, check_output, refuse_grad
 from fusednorm.calls.must_be_seen import Listener
 from fusednorm.torch_ops import dtensor_bridge
-from fusednorm.torch_ops.declared import Operator, as_new
+from fusednorm.torch_ops.operator import Operator, as_new
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 #: Of a public function.
@@ -23,7 +23,7 @@ Results = TypeVar("Results")
 
 
 class Operation(Operator):
-    """A declared operation that public functions call; see :class:`fusednorm.torch_ops.declared.Operator`."""
+    """A declared operation that public functions call; see :class:`fusednorm.torch_ops.operator.Operator`."""
 
     #: As :attr:`fusednorm.operations.listed.Listed.steps`; none: a call of its own, or torch's operations compute it.
     steps = ""

@@ -13,10 +13,10 @@ from fusednorm.calls import must_be_seen
 from fusednorm.calls.arithmetic import exact
 from fusednorm.calls.c_enums import DeclaredOf
 from fusednorm.calls.checks import check_needs
-from fusednorm.calls.declared import Declaration, Result, Role
 from fusednorm.calls.fast_path import nothing
 from fusednorm.calls.forward_mode import outer_levels, primals
-from fusednorm.engine.declared import Kernel
+from fusednorm.declare.declaration import Declaration, Result, Role
+from fusednorm.engine.run import Kernel
 from fusednorm.torch_ops import dtensor_bridge
 from fusednorm.torch_ops.registered import register
 
