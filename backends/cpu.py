@@ -14,10 +14,10 @@ import torch
 from fusednorm.calls import c_abi, process
 from fusednorm.calls import fast_path as path
 from fusednorm.calls.c_enums import DeclaredOf
-from fusednorm.calls.call import DeclaredCall, Gate, GateBackward, Rotate
+from fusednorm.calls.call import Call, Rotate
 
 if TYPE_CHECKING:
-    from fusednorm.calls.call import Call, Operation
+    from fusednorm.calls.call import AnyCall, Operation
 
 DEVICES = ("cpu",)
 
@@ -137,17 +137,17 @@ def plan(operation: Operation) -> str:
 
 
 #: The function of the library that runs a call, where it is not ``fn_run``.
-_FUNCTIONS = {Gate: "fn_run_gate", GateBackward: "fn_run_gate", Rotate: "fn_run_rotation"}
-_FUNCTIONS[DeclaredCall] = "fn_run_declared"
+_FUNCTIONS = {Rotate: "fn_run_rotation", Call: "fn_run_declared"}
 
 
-def forward(call: Call) -> None:
+def forward(call: AnyCall) -> None:
     """Runs the kernels of any call; see :class:`fusednorm.registry.Backend`.
 
     Raises:
         MemoryError: no memory for the rows' buffers.
     """
-    function = getattr(_lib, _FUNCTIONS.get(type(call), "fn_run"))
+    of_gates = isinstance(call, Call) and call.name == "gate"
+    function = getattr(_lib, "fn_run_gate" if of_gates else _FUNCTIONS.get(type(call), "fn_run"))
     if function(c_abi.PACKED[type(call)](call, torch.get_num_threads())):
         raise MemoryError(f"fusednorm found no memory for rows of {call.hidden_size} elements")
 

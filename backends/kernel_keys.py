@@ -17,18 +17,16 @@ from torch import Tensor
 from fusednorm.calls import c_abi
 from fusednorm.calls.c_enums import Limit, Share
 from fusednorm.calls.call import (
+    AnyCall,
     AroundNorm,
     Backward,
     Call,
-    DeclaredCall,
     FirstNorm,
     Forward,
-    Gate,
-    GateBackward,
     GateSteps,
     NormGated,
-    Operation,
     Quantize,
+    RMSNorm,
     Rotate,
     Strides,
     accumulator,
@@ -162,7 +160,7 @@ class ForwardKind(NamedTuple):
         return kind._replace(x=norm.x.dtype, out=norm.out.dtype, alignment=low & -low, gate=gate)
 
     @classmethod
-    def of_operation(cls, operation: Operation, alignment: int = _MOST_ALIGNED) -> ForwardKind:
+    def of_operation(cls, operation: RMSNorm, alignment: int = _MOST_ALIGNED) -> ForwardKind:
         """The kind of most calls of an operation."""
         dtypes = (operation.x, operation.residual, operation.weight, operation.out, operation.residual_out)
         flags = (operation.round_sum, operation.round_norm, False, False)
@@ -285,19 +283,21 @@ class GateKind(NamedTuple):
     interleaved: bool = False
 
     @classmethod
-    def of(cls, call: Gate | GateBackward) -> GateKind:
+    def of(cls, call: Call) -> GateKind:
         """The kind of a call."""
-        none = 0, 0
-        rows: tuple[tuple[Tensor | None, Strides], ...]
+        flags = call.flags
+
+        def of_name(name: str) -> tuple[Tensor | None, Strides]:
+            tensor = call.tensors.get(name)
+            return tensor, (0, 0) if tensor is None else call.strides[name]
+
         # Where y takes turns with z, a kernel reads it with z, whose address is the one that counts.
-        in_turns = call.interleaved
-        if isinstance(call, Gate):
-            y, z, out = zip((call.y, call.z, call.out), call.strides, strict=True)
-            rows = (None, none), z if in_turns else y, z, out, (None, none)
-        else:
-            d_rows, y, z, dy, dz = zip((call.d, call.y, call.z, call.dy, call.dz), call.strides, strict=True)
-            rows = d_rows, z if in_turns else y, z, dz if in_turns else dy, dz
-        alone = (0, 3, 4) if isinstance(call, Gate) else (0,)
+        in_turns = flags["interleaved"]
+        names = ["d", "y", "z", "dy", "dz"] if call.backward else ["", "y", "z", "out", ""]
+        if in_turns:
+            names = ["d", "z", "z", "dz", "dz"] if call.backward else ["", "z", "z", "out", ""]
+        rows = tuple(map(of_name, names))
+        alone = (0,) if call.backward else (0, 3, 4)
         lengths = (call.hidden_size * (2 if in_turns and i not in alone else 1) for i in range(len(rows)))
         d, y_dtype, _, first, second = (_dtype(tensor) for tensor, _ in rows)
         one_level = call.inner == call.rows
@@ -305,8 +305,19 @@ class GateKind(NamedTuple):
             tensor is None or stride == length for (tensor, (_, stride)), length in zip(rows, lengths, strict=True)
         )
         return cls(
-            *(d, y_dtype, call.z.dtype, first, second, call.activation, call.between, call.hidden_size),
-            *(_alignment(rows, ()), not one_level, one_level and side_by_side, call.steps, in_turns),
+            d=d,
+            y=y_dtype,
+            z=call.z.dtype,
+            out=first,
+            dz=second,
+            activation=flags["activation"],
+            between=flags["between"],
+            hidden_size=call.hidden_size,
+            alignment=_alignment(rows, ()),
+            two_levels=not one_level,
+            packed=one_level and side_by_side,
+            steps=GateSteps(*[flags[name] for name in GateSteps._fields]),
+            interleaved=in_turns,
         )
 
     @property
@@ -413,7 +424,7 @@ class LogProbKind(NamedTuple):
     two_levels: bool = False
 
     @classmethod
-    def of(cls, call: DeclaredCall) -> LogProbKind:
+    def of(cls, call: Call) -> LogProbKind:
         """The kind of a call."""
         given = call.tensors
         assert given["out"] is not None
@@ -448,17 +459,15 @@ _KINDS: dict[type, Callable[..., ForwardKind | GateKind | RotationKind | LogProb
     Forward: ForwardKind.of,
     Quantize: ForwardKind.of_quantizer,
     NormGated: ForwardKind.of_gated,
-    Gate: GateKind.of,
-    GateBackward: GateKind.of,
     Rotate: RotationKind.of,
-    DeclaredCall: LogProbKind.of,
+    Call: lambda call: (GateKind if call.name == "gate" else LogProbKind).of(call),
 }
 
 #: How launchers take calls: some after one that says on which GPU the operands are.
-PACKED: dict[type, Callable[..., bytes]] = c_abi.PACKED | dict.fromkeys(c_abi.ALONE, c_abi.pack_alone)
+PACKED: dict[type, Callable[..., bytes]] = c_abi.PACKED | dict.fromkeys((Rotate, Call), c_abi.pack_alone)
 
 
-def kind_of(call: Call) -> ForwardKind | GateKind | RotationKind | LogProbKind:
+def kind_of(call: AnyCall) -> ForwardKind | GateKind | RotationKind | LogProbKind:
     """The kind of a call that one kernel runs."""
     return _KINDS[type(call)](call)
 
@@ -516,7 +525,7 @@ def fuses(group: int, hidden_size: int) -> bool:
     return group == hidden_size or (group == ceiling(group) and group <= reference.SEGMENT)
 
 
-def check_addresses(call: Call) -> None:
+def check_addresses(call: AnyCall) -> None:
     """Raises where an operand begins between two elements, where a GPU reads nothing.
 
     Raises:
@@ -527,7 +536,7 @@ def check_addresses(call: Call) -> None:
     named = list(zip(call._fields, call, strict=True))
     if isinstance(call, Rotate):
         named += [pair for heads in call.heads for pair in zip(heads._fields, heads, strict=True)]
-    if isinstance(call, DeclaredCall):
+    if isinstance(call, Call):
         named += call.tensors.items()
     for name, tensor in named:
         if isinstance(tensor, Tensor) and tensor.data_ptr() % tensor.itemsize:

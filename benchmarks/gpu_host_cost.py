@@ -34,7 +34,8 @@ import torch
 import fusednorm
 from fusednorm.backends.kernel_keys import ForwardKind
 from fusednorm.calls.call import Flags, Forward, operation_of
-from fusednorm.engine import execute
+from fusednorm.engine import execute, gates
+from fusednorm.torch_ops.steps import GATE_FLAGS
 
 ROUNDS = 15
 Calls = dict[str, Callable[[], object]]
@@ -141,7 +142,6 @@ def with_cuda(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> 
     out, total, rstd = torch.empty_like(x), torch.empty_like(residual), torch.zeros(1)
     q, k, _ = torch.zeros(1, 32, 128, dtype=torch.bfloat16).split((16, 8, 8), 1)
     head_weight, cos, sin = torch.zeros(128, dtype=torch.bfloat16), torch.zeros(1, 64), torch.zeros(1, 64)
-    gating = execute.Gating("silu", None, torch.bfloat16)
     call = call_of(x, residual, weight, out, total)
     launching: Calls = {
         "fused_add_rms_norm_": lambda: fusednorm.fused_add_rms_norm_(x, residual, weight),
@@ -154,7 +154,7 @@ def with_cuda(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> 
         "fused_add_rms_norm_, gaps": lambda: fusednorm.fused_add_rms_norm_(wide[:, :4096], wide[:, 4096:], weight),
         "fused_add_rms_norm, and rstd": lambda: normalise(x, residual, weight, Flags()),
         "qk_norm_rope_": lambda: fusednorm.qk_norm_rope_(q, k, head_weight, head_weight, cos, sin),
-        "gradients of a gate": lambda: execute.gate_gradients(cuda, x, (residual, x), gating, (True, True)),
+        "gradients of a gate": lambda: gates.backward(cuda, x, (residual, x), GATE_FLAGS, (True, True)),
         "the backend's forward": lambda: cuda.forward(call),
         "backward": lambda: execute.backward(
             cuda, call.operation, x, None, residual, rstd, weight, 0.0, (True, True, True)

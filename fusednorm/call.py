@@ -4,12 +4,11 @@ from fusednorm.calls.call import (
     AroundNorm,
     Backward,
     BackwardCall,
-    DeclaredCall,
+    Call,
     FirstNorm,
     Forward,
     ForwardCall,
-    Gate,
-    GateBackward,
+    KindOfCall,
     NormGated,
     NormGatedBackward,
     Operation,
@@ -19,16 +18,21 @@ from fusednorm.calls.call import (
     Step,
 )
 
+#: The names of kinds of calls in version 0.3, which are one now.
+DeclaredCall = Gate = GateBackward = Call
+
 __all__ = [
     "AroundNorm",
     "Backward",
     "BackwardCall",
+    "Call",
     "DeclaredCall",
     "FirstNorm",
     "Forward",
     "ForwardCall",
     "Gate",
     "GateBackward",
+    "KindOfCall",
     "NormGated",
     "NormGatedBackward",
     "Operation",

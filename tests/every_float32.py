@@ -32,8 +32,9 @@ from fusednorm import Quantization
 from fusednorm.backends import cpu
 from fusednorm.calls import c_abi
 from fusednorm.conformance.oracle_quantized import numbers
-from fusednorm.engine import execute
+from fusednorm.engine import gates
 from fusednorm.reference import activations, log_prob, quantizer
+from fusednorm.torch_ops.steps import GATE_FLAGS
 
 FORMATS = {
     "int8": Quantization(torch.int8, per="tensor"),
@@ -176,9 +177,9 @@ def functions(z, name, variant):
     one = torch.ones_like(z)
     with fusednorm.use_backend("cpu"), cpu.use_variant(variant):
         if name == "tanh":
-            gating = execute.Gating("softcap", None, z.dtype, 1.0)
-            return fusednorm.softcap(z, 1.0), execute.gate_gradients(cpu, one, (None, z), gating, (False, True))[1]
-        value, slope = execute.gate_gradients(cpu, one, (one, z), execute.Gating(name, None, z.dtype), (True, True))
+            flags = {**GATE_FLAGS, "activation": "softcap", "limit": 1.0}
+            return fusednorm.softcap(z, 1.0), gates.backward(cpu, one, (None, z), flags, (False, True))[1]
+        value, slope = gates.backward(cpu, one, (one, z), {**GATE_FLAGS, "activation": name}, (True, True))
         return fusednorm.gate(one, z, activation=name), value, slope
 
 

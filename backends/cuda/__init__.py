@@ -45,12 +45,12 @@ from fusednorm.backends.kernel_keys import (
 )
 from fusednorm.calls import c_abi
 from fusednorm.calls import fast_path as path
-from fusednorm.calls.call import DeclaredCall, GateBackward, Rotate, device_of
+from fusednorm.calls.call import Call, Rotate, device_of
 from fusednorm.calls.process import BackendError
 from fusednorm.reference import norm as reference
 
 if TYPE_CHECKING:
-    from fusednorm.calls.call import Backward, Call, ForwardCall, Operation
+    from fusednorm.calls.call import AnyCall, Backward, ForwardCall, Operation
 
 DEVICES = ("cuda",)
 
@@ -242,7 +242,7 @@ def _hold(packed: bytes, device: int, variants: Iterable[Variant]) -> None:
     path.hold_cuda(packed, int(_primary_context(device)), kernels)
 
 
-def _launch(packed: bytes, device: int, call: Call, variants: Callable[[], Iterable[Variant]]) -> None:
+def _launch(packed: bytes, device: int, call: AnyCall, variants: Callable[[], Iterable[Variant]]) -> None:
     """Launches the kernels of a packed call, which are compiled first if they are not held yet."""
     stream = _stream(device)
     status = path.launch_cuda(packed, stream)
@@ -261,7 +261,7 @@ def forward(call: ForwardCall) -> None:
         _run(part)
 
 
-def _run(call: ForwardCall | GateBackward | DeclaredCall) -> None:
+def _run(call: ForwardCall) -> None:
     """Launches the one kernel of a call."""
     device = device_of(call).index
 
@@ -281,9 +281,9 @@ _CHOSEN: dict[type, Callable[..., Variant]] = {
 }
 
 
-def backward(call: Backward | GateBackward | DeclaredCall) -> None:
+def backward(call: Backward | Call) -> None:
     """Launches kernels; see :class:`fusednorm.registry.Backend`."""
-    if isinstance(call, (GateBackward, DeclaredCall)):
+    if isinstance(call, Call):
         _run(call)
         return
     device = call.operation.device.index or 0

@@ -37,11 +37,21 @@ from fusednorm.backends.triton.host import INTERPRETED, Host, Interpreted, Varia
 from fusednorm.calls import c_abi, process
 from fusednorm.calls import fast_path as path
 from fusednorm.calls.c_enums import Share
-from fusednorm.calls.call import ACTIVATIONS, AroundNorm, Backward, Forward, Gate, NormGated, Quantize, Rotate
+from fusednorm.calls.call import (
+    ACTIVATIONS,
+    AroundNorm,
+    Backward,
+    Call,
+    Forward,
+    KindOfCall,
+    NormGated,
+    Quantize,
+    Rotate,
+)
 from fusednorm.reference import norm as reference
 
 if TYPE_CHECKING:
-    from fusednorm.calls.call import Call, DeclaredCall, ForwardCall, GateBackward, Operation
+    from fusednorm.calls.call import AnyCall, ForwardCall, Operation
 
 #: Triton's CPU driver, and its interpreter, take tensors in the processor's memory.
 DEVICES = ("cpu",)
@@ -101,7 +111,7 @@ def plan(operation: Operation) -> str:
     compiled = (
         f"Triton kernels, compiled, on up to {torch.get_num_threads()} threads: a row per program, in tiles of {TILE}"
     )
-    if not _in_background():
+    if not _in_background() or isinstance(operation, KindOfCall):
         return compiled
     found = _compiler.done.get(forward_variant(ForwardKind.of_operation(operation)).identity())
     if found is None:
@@ -270,7 +280,7 @@ def _in_background() -> bool:
 class _Host(Host):
     """Has kernels compiled when they may be, and has the fast path run those that are there."""
 
-    def _hold(self, key: tuple[Any, ...], variants: Iterable[Variant], call: Call) -> list[Any]:
+    def _hold(self, key: tuple[Any, ...], variants: Iterable[Variant], call: AnyCall) -> list[Any]:
         global _prewarmed
         if not INTERPRETED and (_in_background() or _MODE == "wait"):
             more = () if _prewarmed else tuple(commonest())
@@ -285,7 +295,7 @@ class _Host(Host):
         return held
 
 
-def _packed_for_fast_path(call: Call) -> bytes | None:
+def _packed_for_fast_path(call: AnyCall) -> bytes | None:
     """A call as the fast path may see it, packed; None for a call that it does not take.
 
     It knows one dtype for the residual and the sum, one level of rows of a norm alone, and x as it is.
@@ -293,14 +303,15 @@ def _packed_for_fast_path(call: Call) -> bytes | None:
     if isinstance(call, Forward):
         taken = {"affine", "center"}.issuperset(call.operation.features) and call.inner == call.rows
     else:
-        taken = isinstance(call, (Gate, Quantize, NormGated))
+        of_gates = isinstance(call, Call) and call.name == "gate" and not call.backward
+        taken = of_gates or isinstance(call, (Quantize, NormGated))
     return PACKED[type(call)](call) if taken and _segments(call.hidden_size) == _FEWEST_SEGMENTS else None
 
 
 class _CompiledHost(_Host):
     """Has C run compiled kernels, which it gives a packed call."""
 
-    def run(self, call: Call) -> None:
+    def run(self, call: AnyCall) -> None:
         """Runs the kernels of any call; see :class:`fusednorm.registry.Backend`."""
         threads = torch.get_num_threads()
         if isinstance(call, Backward):
@@ -340,6 +351,6 @@ def forward(call: ForwardCall) -> None:
         _host.run(call)
 
 
-def backward(call: Backward | GateBackward | DeclaredCall) -> None:
+def backward(call: Backward | Call) -> None:
     """Runs kernels; see :class:`fusednorm.registry.Backend`, and :func:`forward`."""
     _host.run(call)

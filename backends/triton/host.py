@@ -34,13 +34,11 @@ from fusednorm.backends.kernel_keys import (
 from fusednorm.calls import c_abi
 from fusednorm.calls.c_enums import Share
 from fusednorm.calls.call import (
+    AnyCall,
     Backward,
     Call,
-    DeclaredCall,
     Forward,
     ForwardCall,
-    Gate,
-    GateBackward,
     Heads,
     HeadsNorm,
     NormGated,
@@ -386,8 +384,7 @@ def pointer_or_null(tensor: Tensor | None) -> Any:
 #: The names of the strides and jumps of a forward pass's operands, and of a backward pass's.
 _OF_FORWARD = tuple((f"{name}_stride", f"{name}_jump") for name in ("x", "residual", "out", "residual_out"))
 _OF_GATES = ("z_stride", "z_jump")
-_OF_GATE = tuple((f"{name}_stride", f"{name}_jump") for name in ("y", "z", "out"))
-_OF_GATE_BACKWARD = tuple((f"{name}_stride", f"{name}_jump") for name in ("d", "y", "z", "dy", "dz"))
+_OF_GATE, _OF_GATE_BACKWARD = ("y", "z", "out"), ("d", "y", "z", "dy", "dz")
 _OF_QUANTIZER = tuple((f"{name}_stride", f"{name}_jump") for name in ("x", "numbers", "scale", "zero_point"))
 _OF_TABLES = tuple((f"{name}_stride", f"{name}_jump") for name in ("cos", "sin", "positions"))
 _OF_LOG_PROB = ("logits", "ids", "temperature", "out", "m", "s", "entropy", "d", "d_entropy")
@@ -398,7 +395,7 @@ _NUMBERS = ("eps", "weight_offset", *(name for names in _OF_FORWARD[1:] for name
 
 
 def _places(
-    call: Forward | Backward | Gate | GateBackward | Quantize | Rotate | DeclaredCall,
+    call: Forward | Backward | Quantize | Rotate | Call,
     names: Iterable[tuple[str, str]],
     strides: Iterable[Strides],
 ) -> dict[str, Any]:
@@ -444,7 +441,7 @@ class Host:
         self.held.clear()
         self.launchers.clear()
 
-    def _hold(self, key: tuple[Any, ...], variants: Iterable[Variant], call: Call) -> list[Any]:
+    def _hold(self, key: tuple[Any, ...], variants: Iterable[Variant], call: AnyCall) -> list[Any]:
         if not self.unaligned:
             check_addresses(call)
         found = []
@@ -456,7 +453,7 @@ class Host:
         self.held[key] = found
         return found
 
-    def held_for(self, kind: Any, call: Call) -> list[Any]:
+    def held_for(self, kind: Any, call: AnyCall) -> list[Any]:
         """The launchers of the kernels of a call, which is of this kind."""
         key = (device_of(call).index, kind)
         found = self.held.get(key)
@@ -465,7 +462,7 @@ class Host:
             found = self._hold(key, (chosen,) if isinstance(chosen, Variant) else chosen.values(), call)
         return found
 
-    def _given(self, call: Call) -> dict[str, Any]:
+    def _given(self, call: AnyCall) -> dict[str, Any]:
         """The values that a kernel is given for the operands and the numbers of a call, by their names."""
         values = call._asdict()
         for name in _TENSORS[type(call)]:
@@ -484,7 +481,7 @@ class Host:
             values["heads"] = call.heads
         return values
 
-    def run(self, call: Call) -> None:
+    def run(self, call: AnyCall) -> None:
         """Launches the kernels of any call; see :class:`fusednorm.registry.Backend`."""
         getattr(self, _METHODS[type(call)])(call)
 
@@ -492,7 +489,7 @@ class Host:
         """Launches a kernel; see :class:`fusednorm.registry.Backend`."""
         self._launch(call, call.rows, self._operands(call))
 
-    def _launch(self, call: ForwardCall | GateBackward, rows: int, values: dict[str, Any]) -> None:
+    def _launch(self, call: ForwardCall, rows: int, values: dict[str, Any]) -> None:
         """Launches the one kernel of a call."""
         with _current(device_of(call)):
             (launch,) = self.held_for(kind_of(call), call)
@@ -512,10 +509,18 @@ class Host:
         values |= zip(_LIMITS, c_abi.limits(call.quantization, call.dtype), strict=True)
         self._launch(call, call.rows, values)
 
-    def gate(self, call: Gate | GateBackward) -> None:
+    def declared(self, call: Call) -> None:
+        """Launches the kernel of a declared operation, or of its gradient."""
+        (self.gate if call.name == "gate" else self.log_prob)(call)
+
+    def gate(self, call: Call) -> None:
         """Launches the kernel of a gate, or of its backward pass."""
-        places = _places(call, _OF_GATE if isinstance(call, Gate) else _OF_GATE_BACKWARD, call.strides)
-        self._launch(call, call.rows, self._given(call) | places)
+        names = _OF_GATE_BACKWARD if call.backward else _OF_GATE
+        values: dict[str, Any] = {name: self.pointer(call.tensors.get(name)) for name in names}
+        values |= {"rows": call.rows, "hidden_size": call.hidden_size}
+        places = [(f"{name}_stride", f"{name}_jump") for name in names]
+        values |= _places(call, places, [call.strides.get(name, ABSENT) for name in names])
+        self._launch(call, call.rows, values)
 
     def norm_gated(self, call: NormGated) -> None:
         """Launches the kernel that normalises rows and gates them, in the order that the call says."""
@@ -547,7 +552,7 @@ class Host:
         operands = {"": heads.x, "_out": heads.out, "_weight": heads.weight, "_rstd": heads.rstd}
         return values | {name + of: self.pointer(tensor) for of, tensor in operands.items()}
 
-    def log_prob(self, call: DeclaredCall) -> None:
+    def log_prob(self, call: Call) -> None:
         """Launches the kernel of log-probabilities, or of their gradient."""
         values: dict[str, Any] = {name: self.pointer(call.tensors.get(name)) for name in _OF_LOG_PROB}
         values |= {"result": values["out"], "d_result": values["d"], "hidden_size": call.hidden_size}
@@ -577,11 +582,9 @@ class Host:
 _METHODS = {
     Forward: "forward",
     Quantize: "quantize",
-    Gate: "gate",
-    GateBackward: "gate",
     NormGated: "norm_gated",
     Rotate: "rotate",
-    DeclaredCall: "log_prob",
+    Call: "declared",
     Backward: "backward",
 }
 

@@ -13,10 +13,8 @@ from torch import Tensor
 from fusednorm.calls.c_enums import Activation, ByteKind, DeclaredOf, Flag, GateFlag, Kind, QuantizerFlag, RotationFlag
 from fusednorm.calls.call import (
     Backward,
-    DeclaredCall,
+    Call,
     Forward,
-    Gate,
-    GateBackward,
     GateSteps,
     Heads,
     NormGated,
@@ -61,12 +59,14 @@ def _operand(tensor: Tensor | None, strides: Strides = (0, 0)) -> tuple[int, ...
     return _ABSENT if tensor is None else (KINDS[tensor.dtype], tensor.data_ptr(), *strides)
 
 
-def _only(
-    flag: int, call: Gate | GateBackward | Quantize | Rotate | DeclaredCall, threads: int, x: tuple[int, ...] = _ABSENT
-) -> bytes:
+def _is_gradient_of_gate(call: object) -> bool:
+    return isinstance(call, Call) and call.backward and call.name == "gate"
+
+
+def _only(flag: int, call: Quantize | Rotate | Call, threads: int, x: tuple[int, ...] = _ABSENT) -> bytes:
     """A call with nothing but what follows it in memory."""
     numbers = (device_of(call).index or 0, threads, call.rows, call.inner, call.hidden_size)
-    return _pack_one(isinstance(call, GateBackward), flag, *numbers, 0, 0, 1, 0.0, 0.0, *x)
+    return _pack_one(_is_gradient_of_gate(call), flag, *numbers, 0, 0, 1, 0.0, 0.0, *x)
 
 
 def pack_forward(call: Forward, threads: int = 1, more_flags: int = 0) -> bytes:
@@ -198,16 +198,22 @@ def steps_in_c(steps: GateSteps, interleaved: bool = False) -> tuple[int, float,
 _NO_STEPS = steps_in_c(GateSteps())
 
 
-def pack_gate(call: Gate | GateBackward, threads: int = 1) -> bytes:
+_OF_GATE = "", "y", "z", "out", ""
+_OF_GATE_BACKWARD = "d", "y", "z", "dy", "dz"
+
+
+def pack_gate(call: Call, threads: int = 1) -> bytes:
     """A gate, or its gradients, as ``struct fn_gate`` of ``cpu/abi/gate.h``."""
-    if isinstance(call, Gate):
-        operands = (_ABSENT, *map(_operand, (call.y, call.z, call.out), call.strides), _ABSENT)
-    else:
-        operands = tuple(map(_operand, (call.d, call.y, call.z, call.dy, call.dz), call.strides))
-    wide = any(t is not None and t.dtype == torch.float64 for t in (call.y, call.z))
+    tensors, strides, flags = call.tensors, call.strides, call.flags
+    operands = [
+        _ABSENT if (tensor := tensors.get(name)) is None else (KINDS[tensor.dtype], tensor.data_ptr(), *strides[name])
+        for name in (_OF_GATE_BACKWARD if call.backward else _OF_GATE)
+    ]
+    wide = any(t is not None and t.dtype == torch.float64 for t in (tensors.get("y"), tensors["z"]))
+    numbers = steps_in_c(GateSteps(*[flags[name] for name in GateSteps._fields]), flags["interleaved"])
     return _GATE.pack(
-        *(isinstance(call, GateBackward), _ACTIVATIONS[call.activation], KINDS[call.between], wide),
-        *(threads, call.rows, call.inner, call.hidden_size, *steps_in_c(call.steps, call.interleaved)),
+        *(call.backward, _ACTIVATIONS[flags["activation"]], KINDS[flags["between"]], wide),
+        *(threads, call.rows, call.inner, call.hidden_size, *numbers),
         *itertools.chain(*operands),
     )
 
@@ -297,7 +303,7 @@ _PLACES = dict.fromkeys(
 )
 
 
-def pack_declared(call: DeclaredCall, threads: int = 1) -> bytes:
+def pack_declared(call: Call, threads: int = 1) -> bytes:
     """A declared operation, or its gradient, as ``struct fn_declared`` of ``cpu/abi/declared.h``."""
     name, backward, tensors, strides, flags, hidden_size, rows, inner, part = call
     number = _DECLARED_OF[name]
@@ -325,22 +331,24 @@ def pack_logarithm(x: Tensor, out: Tensor) -> bytes:
     return _DECLARED.pack(0, *numbers, *[0] * 6, 0.0, 0.0, *_operand(x), *_operand(out), *[0] * 28)
 
 
+def pack_call(call: Call, threads: int = 1) -> bytes:
+    """A declared operation, or its gradient; gates have a structure of their own."""
+    return (pack_gate if call.name == "gate" else pack_declared)(call, threads)
+
+
 #: How C takes each call.
 PACKED: dict[type, Callable[..., bytes]] = {
     Forward: pack_forward,
     Quantize: pack_quantize,
-    Gate: pack_gate,
-    GateBackward: pack_gate,
     NormGated: pack_norm_gated,
     NormGatedBackward: pack_norm_gated_backward,
     Rotate: pack_rotate,
-    DeclaredCall: pack_declared,
+    Call: pack_call,
     Backward: pack_backward,
 }
-#: Calls that are no norms, which GPUs and Triton on CPUs take after a call that says where they run.
-ALONE = {Gate: GATE_ONLY, GateBackward: GATE_ONLY, Rotate: ROTATION_ONLY, DeclaredCall: DECLARED_ONLY}
 
 
-def pack_alone(call: Gate | GateBackward | Rotate | DeclaredCall, threads: int = 1) -> bytes:
-    """One of :data:`ALONE`, after that call."""
-    return _only(ALONE[type(call)], call, threads) + PACKED[type(call)](call)
+def pack_alone(call: Rotate | Call, threads: int = 1) -> bytes:
+    """A call that is no norm, which GPUs and Triton on CPUs take after a call that says where it runs."""
+    flag = ROTATION_ONLY if isinstance(call, Rotate) else GATE_ONLY if call.name == "gate" else DECLARED_ONLY
+    return _only(flag, call, threads) + PACKED[type(call)](call)

@@ -171,8 +171,37 @@ class RMSNorm(NamedTuple):
         return f"{named}, hidden size {self.hidden_size}, on {self.device}"
 
 
-#: The operations that there are.
-Operation: TypeAlias = RMSNorm
+class KindOfCall(NamedTuple):
+    """A declared operation, or its gradient, with everything that decides its backend, and never the number of rows."""
+
+    device: torch.device
+    #: The dtype of the rows.
+    x: torch.dtype
+    hidden_size: int
+    step: Step
+    #: As those of a norm.
+    center: bool = False
+
+    @property
+    def accumulator(self) -> torch.dtype:
+        """The type ``A`` of the specification: float64 for a float64 x, else float32."""
+        return accumulator(self.x)
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The operation's name in ``KNOWS``, and those of flags that a backend must know beside it."""
+        return (self.step.name, *self.step.also)
+
+    def dtypes(self) -> list[torch.dtype]:
+        """The dtype of the rows, alone."""
+        return [self.x]
+
+    def __str__(self) -> str:
+        return f"x {str(self.x)[6:]}, hidden size {self.hidden_size}, on {self.device}"
+
+
+#: What decides the backend of a call.
+Operation: TypeAlias = RMSNorm | KindOfCall
 
 
 class Before(NamedTuple):
@@ -276,7 +305,7 @@ class Forward(NamedTuple):
     #: [...] of the accumulator type, contiguous, receives ``1 / sqrt(mean(h^2) + eps)``, of h less its mean where the
     #: operation centers; or None.
     rstd: Tensor | None
-    operation: Operation
+    operation: RMSNorm
     rows: int
     inner: int
     #: Of x, the residual, out and residual_out; (0, 0) of an operand that is absent.
@@ -361,7 +390,7 @@ class Backward(NamedTuple):
     #: [N] or [H, N] of the weight's dtype, receives its gradient, or None.
     dweight: Tensor | None
     #: The operation of the forward pass.
-    operation: Operation
+    operation: RMSNorm
     rows: int
     inner: int
     #: Of dy, d_residual_out and h; (0, 0) where it is absent.
@@ -390,7 +419,7 @@ class Backward(NamedTuple):
 class NormGradients(NamedTuple):
     """The gradients of a norm that are wanted, and what they are computed from, in whatever levels that lies."""
 
-    operation: Operation
+    operation: RMSNorm
     #: As in :class:`Backward`.
     dy: Tensor
     d_residual_out: Tensor | None
@@ -485,29 +514,6 @@ def step_of_gate(name: str, activation: str, steps: GateSteps | None = None, int
     return Step(name, also=also).with_flags(*(() if activation == "silu" else (activation,)), *younger)
 
 
-class Gate(NamedTuple):
-    """Rows times a function of other rows: docs/spec.md, section 10. ``inner`` and ``strides`` are as in Forward."""
-
-    #: [..., N]; None where the function's value is the result.
-    y: Tensor | None
-    #: [..., N], the gate.
-    z: Tensor
-    #: [..., N], receives the products, rounded to its dtype. It may be y or z itself.
-    out: Tensor
-    #: The function, of :data:`fusednorm.calls.call.ACTIVATIONS`; or without y "softcap".
-    activation: str
-    #: The dtype that the function's value is rounded to before it is multiplied; None: it is not rounded.
-    between: torch.dtype | None
-    hidden_size: int
-    rows: int
-    inner: int
-    #: Of y, z and out.
-    strides: tuple[Strides, Strides, Strides]
-    steps: GateSteps = GateSteps()
-    #: Whether z and y take turns in memory: their elements lie two apart, z's before y's.
-    interleaved: bool = False
-
-
 class NormGated(NamedTuple):
     """A norm and a gate, one after the other; the rows that pass between them have no memory of their own."""
 
@@ -529,29 +535,6 @@ class NormGated(NamedTuple):
     def hidden_size(self) -> int:
         """N, the elements of a row."""
         return self.norm.operation.hidden_size
-
-
-class GateBackward(NamedTuple):
-    """The gradients of a gate, of which one is wanted at least. The outputs share no memory with other operands."""
-
-    #: [..., N], the gradient of the products.
-    d: Tensor
-    y: Tensor | None
-    z: Tensor
-    #: [..., N], receives the gradient of y, rounded to its dtype, or None.
-    dy: Tensor | None
-    #: [..., N], receives the gradient of z, rounded to its dtype, or None.
-    dz: Tensor | None
-    activation: str
-    between: torch.dtype | None
-    hidden_size: int
-    rows: int
-    inner: int
-    #: Of d, y, z, dy and dz; (0, 0) where it is absent.
-    strides: tuple[Strides, Strides, Strides, Strides, Strides]
-    steps: GateSteps = GateSteps()
-    #: Whether z and y take turns in memory, and their gradients too, of which both are wanted then.
-    interleaved: bool = False
 
 
 class NormGatedBackward(NamedTuple):
@@ -576,7 +559,7 @@ class NormGatedBackward(NamedTuple):
     #: Of the weight's shape and dtype, receives its gradient, or None.
     dweight: Tensor | None
     #: Of the norm, as in :class:`NormGated`.
-    operation: Operation
+    operation: RMSNorm
     activation: str
     norm_first: bool
     rows: int
@@ -591,8 +574,8 @@ class NormGatedBackward(NamedTuple):
         return self.operation.hidden_size
 
 
-class DeclaredCall(NamedTuple):
-    """An operation of rows that is declared, or its gradient. ``inner`` is as in :class:`Forward`.
+class Call(NamedTuple):
+    """A call of a declared operation, or of its gradient. ``inner`` is as in :class:`Forward`.
 
     Log-probabilities are such operations: docs/spec.md, section 11. Their operands and results are ``logits``, ``ids``,
     ``temperature``, ``out``, ``m``, ``s`` (the greatest number and the sum of exponentials of each row) and
@@ -626,20 +609,25 @@ class DeclaredCall(NamedTuple):
         """The rows, [..., N]."""
         return cast(Tensor, next(iter(self.tensors.values())))
 
+    def __getattr__(self, name: str) -> Any:
+        """A tensor or a flag, by its name."""
+        for named in (self.tensors, self.flags):
+            if name in named:
+                return named[name]
+        raise AttributeError(f"the call of {self.name} has no tensor and no flag {name!r}")
+
 
 #: A backend's ``forward`` takes those of them that it knows, and its ``backward``.
-ForwardCall: TypeAlias = Forward | Quantize | Gate | NormGated | Rotate | DeclaredCall
-BackwardCall: TypeAlias = Backward | GateBackward | NormGatedBackward | DeclaredCall
-Call: TypeAlias = ForwardCall | BackwardCall
+ForwardCall: TypeAlias = Forward | Quantize | NormGated | Rotate | Call
+BackwardCall: TypeAlias = Backward | NormGatedBackward | Call
+AnyCall: TypeAlias = ForwardCall | BackwardCall
 
 
-def device_of(call: Call) -> torch.device:
+def device_of(call: AnyCall) -> torch.device:
     """The device of a call's operands."""
     if isinstance(call, NormGated):
         return call.norm.operation.device
-    if isinstance(call, (Gate, GateBackward)):
-        return call.z.device
-    if isinstance(call, DeclaredCall):
+    if isinstance(call, Call):
         return call.x.device
     if isinstance(call, Rotate):
         return call.heads[0].x.device

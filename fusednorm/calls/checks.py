@@ -485,17 +485,12 @@ def _same_elements(a: Tensor, b: Tensor) -> bool:
 def usual(operands: tuple[Tensor | None, ...], in_memory: bool = True) -> bool:
     """Whether all of this fits, as it nearly always does; then nothing else has to be looked at."""
     x = operands[0]
-    if type(x) not in _PLAIN:
-        return False
-    direct = in_memory and fast_path.is_direct(*operands)  # C tells sooner that tensors are dense and in memory
-    if x is None or not (direct or _dense(operands, in_memory)):
+    if x is None or not are_dense(operands, in_memory):
         return False
     shape, device, of_x = x.shape, x.device, x.dtype
     for i, tensor in enumerate(operands):
         if tensor is None or (i and tensor is x and i != WEIGHT):
             continue
-        if type(tensor) not in _PLAIN:
-            return False
         dtype = tensor.dtype
         if dtype not in FLOATS or (dtype is torch.float64 and of_x is not dtype):
             return False
@@ -504,8 +499,16 @@ def usual(operands: tuple[Tensor | None, ...], in_memory: bool = True) -> bool:
     return len(shape) > 0
 
 
-def _dense(operands: tuple[Tensor | None, ...], in_memory: bool) -> bool:
+def are_dense(operands: tuple[Tensor | None, ...], in_memory: bool) -> bool:
     """Whether operands are plain dense tensors with elements, in memory if they must be."""
+    for tensor in operands:
+        if tensor is not None and type(tensor) not in _PLAIN:
+            return False
+    # C tells sooner that tensors are dense and in memory.
+    return (in_memory and fast_path.is_direct(*operands)) or _dense(operands, in_memory)
+
+
+def _dense(operands: tuple[Tensor | None, ...], in_memory: bool) -> bool:
     for tensor in operands:
         if tensor is None:
             continue

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import fusednorm
+from fusednorm.calls.call import Step
 from fusednorm.conformance.cases import (
     BF16,
     DATA,
@@ -143,15 +144,20 @@ def test_parts_of_rows(mode, agree, dtype):
         given = {**selecting.operands(part), "m": m, "s": s, "entropy": h}
         of_results = {"d": d, "d_entropy": d_entropy}
         found = gradient(
-            backend_of(part, "log_prob_parts"), "selected", of_results, given, ("logits",), selecting.flags(), place
+            backend_of(part, Step("log_prob_parts")),
+            "selected",
+            of_results,
+            given,
+            ("logits",),
+            selecting.flags(),
+            place,
         )
         agree([found], [wanted[:, begin:end]], f"gradient, {about}")
         total = treesum(d_rows.to(m.dtype))
         [wanted] = reference.log_softmax_gradient(d_rows, logits, m, s, [True])
         of_results, given = {"d": d_rows[:, begin:end], "d_entropy": total}, {"logits": part, "m": m, "s": s}
-        found = gradient(
-            backend_of(part, "log_prob_parts"), "log_softmax", of_results, given, ("logits", "d"), {}, place
-        )
+        backend = backend_of(part, Step("log_prob_parts"))
+        found = gradient(backend, "log_softmax", of_results, given, ("logits", "d"), {}, place)
         agree([found], [wanted[:, begin:end]], f"log_softmax, {about}")
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor
 
-from fusednorm.calls.call import Backward, BackwardCall, Call, Forward, ForwardCall
+from fusednorm.calls.call import AnyCall, Backward, BackwardCall, Forward, ForwardCall
 
 if TYPE_CHECKING:
     from fusednorm.engine.choose import Backend
@@ -73,7 +73,7 @@ class FirstCalls:
         self._run("backward", call, _OF_BACKWARD if isinstance(call, Backward) else ("dx", "dweight", "dy", "dz"))
         self.backward = self._backend.backward
 
-    def _run(self, function: str, call: Call, outputs: Sequence[str], given: Sequence[Tensor] = ()) -> None:
+    def _run(self, function: str, call: AnyCall, outputs: Sequence[str], given: Sequence[Tensor] = ()) -> None:
         """Runs a pass, and raises where it returned something, or left elements of a new output unwritten."""
         tensors = {name: getattr(call, name, None) for name in outputs}
         filled = {name: _filled(output) for name, output in tensors.items() if _may_be_filled(output, given)}

@@ -22,7 +22,7 @@ import torch
 import fusednorm.backends
 from fusednorm.backends import MODULES, NAMES
 from fusednorm.calls import fast_path
-from fusednorm.calls.call import Operation, Step
+from fusednorm.calls.call import KindOfCall, Operation, RMSNorm, Step
 from fusednorm.calls.process import BackendError, BackendInfo
 from fusednorm.engine.checked_backend import FirstCalls, raised_by
 from fusednorm.engine.substitutes import Composition, Meanwhile
@@ -205,21 +205,27 @@ def _devices(name: str) -> tuple[str, ...]:
     return load(name).DEVICES if name in (*NAMES, *_registered) else ()
 
 
-def _refusal(name: str, operation: Operation) -> list[str]:
-    """Why a backend cannot take a call; empty if it can."""
+def _unusable(name: str, device: torch.device) -> list[str]:
+    """Why a backend cannot run on such a device of this machine; empty if it can."""
     try:
         backend = load(name)
     except BackendError as error:
         return list(map(str, error.args))
-    device = operation.device.type
-    if device not in backend.DEVICES and "any" not in backend.DEVICES:
-        return [f"it runs on {' and '.join(backend.DEVICES)} tensors, and these are on {device}"]
-    if reasons := _reasons(name, "unavailable"):
-        return reasons
-    for feature in operation.features:  # which may be younger than the backend
-        if feature not in getattr(backend, "KNOWS", frozenset()):
-            return [f"its kernels have no {feature}"]
-    return _reasons(name, "unsuitable", operation)
+    if device.type not in backend.DEVICES and "any" not in backend.DEVICES:
+        return [f"it runs on {' and '.join(backend.DEVICES)} tensors, and these are on {device.type}"]
+    return _reasons(name, "unavailable")
+
+
+def _unknown(name: str, operation: Operation) -> list[str]:
+    """The parts of an operation that a backend does not know, because they may be younger; empty if there are none."""
+    known: frozenset[str] = getattr(load(name), "KNOWS", frozenset())
+    return [f"its kernels have no {feature}" for feature in operation.features if feature not in known][:1]
+
+
+def _refusal(name: str, operation: Operation) -> list[str]:
+    """Why a backend cannot take a call; empty if it can."""
+    refused = _unusable(name, operation.device) or _unknown(name, operation)
+    return refused or _reasons(name, "unsuitable", operation)
 
 
 def _takes(name: str, operation: Operation) -> bool:
@@ -238,18 +244,11 @@ def choose(operation: Operation) -> Explanation:
     Raises:
         BackendError: the user requested backends of which none can take the call, or an unknown one.
     """
-    requested = request()
-    passed_over: dict[str, list[str]] = {}
-    for name in _candidates(requested):
-        reasons = _refusal(name, operation)
-        if not reasons:
-            return Explanation(name, _plan(name, operation), operation, requested, passed_over)
-        parts = Composition.parts(operation, partial(_takes, name))
-        of_parts = [reason for part in parts for reason in _refusal(name, part)]
-        if parts and not of_parts:
-            plan = f"{Composition.in_words(operation, parts)}: {_plan(name, parts[0])}"
-            return Explanation(name, plan, operation, requested, passed_over, parts)
-        passed_over[name] = list(dict.fromkeys((*reasons, *of_parts)))
+    requested, passed_over = request(), dict[str, list[str]]()
+    find = _of_kind if isinstance(operation, KindOfCall) else _of_norm
+    found = find(cast(Any, operation), requested, passed_over)
+    if found is not None:
+        return found
     lines = [f"  {name}: {reason}" for name, reasons in passed_over.items() for reason in reasons]
     source = "FUSEDNORM_BACKEND" if requested == ENVIRONMENT else "use_backend"
     raise BackendError(
@@ -260,13 +259,51 @@ def choose(operation: Operation) -> Explanation:
     )
 
 
+def _of_norm(operation: RMSNorm, requested: str, passed_over: dict[str, list[str]]) -> Explanation | None:
+    """The first backend that takes a norm, in one call or in several; None: all are passed over."""
+    for name in _candidates(requested):
+        reasons = _refusal(name, operation)
+        if not reasons:
+            return Explanation(name, _plan(name, operation), operation, requested, passed_over)
+        parts = Composition.parts(operation, partial(_takes, name))
+        of_parts = [reason for part in parts for reason in _refusal(name, part)]
+        if parts and not of_parts:
+            plan = f"{Composition.in_words(operation, parts)}: {_plan(name, parts[0])}"
+            return Explanation(name, plan, operation, requested, passed_over, parts)
+        passed_over[name] = list(dict.fromkeys((*reasons, *of_parts)))
+    return None
+
+
+def _of_kind(kind: KindOfCall, requested: str, passed_over: dict[str, list[str]]) -> Explanation | None:
+    """The first backend that takes a declared operation; None: none runs on this device.
+
+    The formula serves where the first one that runs on it does not know the operation, or all find it unsuitable.
+    """
+    by_formula: Explanation | None = None
+    for name in _candidates(requested):
+        reasons = _unusable(name, kind.device)
+        if not reasons:
+            unknown = bool(_unknown(name, kind))
+            reasons = [] if unknown else _reasons(name, "unsuitable", kind)
+            found = partial(Explanation, name, _plan(name, kind), kind, requested, dict(passed_over))
+            if not reasons:
+                return found(by_formula=unknown)
+            by_formula = by_formula or found(by_formula=True)
+        passed_over[name] = reasons
+    return by_formula
+
+
 def selected(operation: Operation) -> Chosen | None:
-    """The backend that :func:`select` has chosen for such calls before: one look-up."""
-    return _selected.get((request(), operation))
+    """The backend that :func:`select` has chosen for such calls before: one look-up.
+
+    Raises:
+        KeyError: it has chosen none before.
+    """
+    return _selected[request(), operation]
 
 
-def select(operation: Operation) -> tuple[Chosen, Explanation]:
-    """Chooses the backend for a call, once for all calls of the operation.
+def select(operation: Operation) -> tuple[Chosen | None, Explanation]:
+    """Chooses the backend for a call, once for all calls of the operation; None: the formula serves it.
 
     Raises:
         BackendError: the user requested backends of which none can take the call, or an unknown one.
@@ -278,12 +315,14 @@ def select(operation: Operation) -> tuple[Chosen, Explanation]:
         backend = FirstCalls(name, backend)
     elif (other := getattr(backend, "MEANWHILE", None)) is not None:
         backend = Meanwhile(backend, load(other), partial(_takes, other))
-    chosen: Chosen = Composition(backend, explanation.parts) if explanation.parts else backend
+    chosen: Chosen | None = Composition(backend, explanation.parts) if explanation.parts else backend
+    if explanation.by_formula:
+        chosen = None
     _selected[explanation.request, operation] = chosen
     return chosen, explanation
 
 
-def serving(operation: Operation, step: Step, select_rows: Callable[[Operation], Chosen]) -> Chosen | None:
+def serving(operation: RMSNorm, step: Step, select_rows: Callable[[RMSNorm], Chosen]) -> Chosen | None:
     """The backend of such rows, if it takes the norm and the step in one call; None: several calls must serve them.
 
     ``select_rows`` selects the backend of the rows; it is asked at the first call.
@@ -361,7 +400,9 @@ class Explanation:
     #: The backends that would have been preferred, each with its reasons.
     passed_over: dict[str, list[str]] = field(default_factory=dict)
     #: The operations that the backend takes and serves this one by; none if it takes this one.
-    parts: tuple[Operation, ...] = ()
+    parts: tuple[RMSNorm, ...] = ()
+    #: Whether the backend does not know the declared operation, so that torch's operations compute the formula.
+    by_formula: bool = False
     #: Where gradients are recorded, the steps that torch's operations compute, in words.
     by_torch: tuple[str, ...] = ()
 

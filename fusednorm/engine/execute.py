@@ -11,16 +11,12 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from fusednorm.calls import fast_path as path
-from fusednorm.calls.c_abi import KINDS, steps_in_c
 from fusednorm.calls.call import (
     Backward,
     Before,
     Flags,
     Forward,
     ForwardCall,
-    Gate,
-    GateBackward,
-    GateSteps,
     Heads,
     HeadsNorm,
     NormCall,
@@ -28,6 +24,7 @@ from fusednorm.calls.call import (
     NormGatedBackward,
     Operation,
     Quantize,
+    RMSNorm,
     Rotate,
     Step,
     Strides,
@@ -52,7 +49,7 @@ from fusednorm.calls.scalars import number
 from fusednorm.engine import fast_path
 from fusednorm.engine.checked_backend import FirstCalls
 from fusednorm.engine.choose import Chosen, select, selected, serving
-from fusednorm.reference import activations, quantizer
+from fusednorm.reference import quantizer
 
 _on_fast_path = path.Entry(
     "norm",
@@ -61,9 +58,6 @@ _on_fast_path = path.Entry(
 ).open()
 
 
-_gate_alone = path.Entry("gate", "x z activation", constants={"order": path.ALONE}).open()
-#: The gate and up, or both in one tensor; not where gradients are recorded.
-and_mul = path.Entry("gate", "x z activation between", constants={"order": path.AND_MUL}).open()
 _norm_gated = path.Entry(
     "gate",
     "x z weight eps norm_before_gate activation round_norm between weight_offset rstd out",
@@ -73,17 +67,26 @@ _norm_gated = path.Entry(
 _heads = path.Entry("rotation", "q k cos sin positions interleaved round_products").open()
 
 
-def backend_of(operation: Operation) -> Chosen:
-    """The backend for a call. The first call of an operation warns of a slow one, and may open the fast path."""
-    backend = selected(operation)
-    if backend is None:
+def backend_of(operation: RMSNorm) -> Chosen:
+    """The backend for a norm."""
+    return cast(Chosen, chosen_for(operation))
+
+
+def chosen_for(operation: Operation) -> Chosen | None:
+    """The backend for a call, None if the formula serves it.
+
+    The first call of an operation warns of a slow backend, and may open the fast path.
+    """
+    try:
+        return selected(operation)
+    except KeyError:
         backend, explanation = select(operation)
         explanation.warn()
         fast_path.open_for(explanation)
-    return backend
+        return backend
 
 
-def whole_of(operation: Operation, step: Step) -> Chosen | None:
+def whole_of(operation: RMSNorm, step: Step) -> Chosen | None:
     """The backend for a call, if it takes the norm and a step in one; None: several calls, or formulas, serve them."""
     return serving(operation, step, backend_of)
 
@@ -218,7 +221,7 @@ def new_gradients(operands: Sequence[Tensor | None], needs: Sequence[bool]) -> t
     )
 
 
-def _are_of_no_rows(d: Tensor, *of_weights: Tensor | None) -> bool:
+def are_of_no_rows(d: Tensor, *of_weights: Tensor | None) -> bool:
     """Whether there are no rows, which is all that gradients of weights need: they are zeros then."""
     if d.numel():
         return False
@@ -242,7 +245,7 @@ def of_all_heads(weight: Tensor | None) -> Tensor | None:
 
 def backward(
     backend: Chosen,
-    operation: Operation,
+    operation: RMSNorm,
     dy: Tensor,
     d_residual_out: Tensor | None,
     h: Tensor,
@@ -267,7 +270,7 @@ def backward(
     dbias = new_like(bias, bias.dtype) if bias is not None and needs[3] else None
     of_residual = (dx if dresidual is None else dresidual) if need_residual else None
     gradients = (dx if need_x else None, of_residual, dweight, dbias)
-    if _are_of_no_rows(h, dweight, dbias) or (dx is None and dweight is None and dbias is None):
+    if are_of_no_rows(h, dweight, dbias) or (dx is None and dweight is None and dbias is None):
         return gradients
     center = operation.center
     if fast_path.backward(
@@ -296,147 +299,6 @@ def backward(
     return gradients
 
 
-class Gating(NamedTuple):
-    """A gate's function and roundings: the flags of ``torch.ops.fusednorm.gate``."""
-
-    #: The function, of :data:`fusednorm.calls.call.ACTIVATIONS`; or without y "softcap".
-    activation: str = "silu"
-    #: The dtype that the function's value is rounded to before it is multiplied, or None.
-    between: torch.dtype | None = None
-    #: The dtype of the result; gradients do not need it.
-    out_dtype: torch.dtype | None = None
-    #: See :class:`fusednorm.calls.call.GateSteps`.
-    limit: float = 0.0
-    alpha: float = 1.0
-    up_offset: float = 0.0
-    clamp: str = "before"
-    round_steps: bool = False
-
-    @property
-    def steps(self) -> GateSteps:
-        """The optional steps."""
-        return GateSteps(*self[3:])
-
-
-_NO_STEPS = GateSteps()
-
-
-def backend_of_gates(z: Tensor, step: str, gating: Gating, interleaved: bool = False) -> Chosen | None:
-    """The backend for such rows, if it has such gates, or their gradients."""
-    return whole_of(
-        operation_of(z, None, None, Flags()), step_of_gate(step, gating.activation, gating.steps, interleaved)
-    )
-
-
-def _interleaved(y: Tensor | None, z: Tensor) -> Tensor | None:
-    """The tensor in which z and y take turns; None if they lie otherwise."""
-    if y is None or z.stride(-1) != 2 or y.stride() != z.stride() or y.dtype != z.dtype or y.is_neg() or z.is_neg():
-        return None
-    if y.data_ptr() != z.data_ptr() + z.itemsize:
-        return None
-    *rows, size = z.shape
-    end = z.storage_offset() + sum((n - 1) * step for n, step in zip(rows, z.stride(), strict=False)) + 2 * size
-    if end * z.itemsize > z.untyped_storage().nbytes():  # y has a storage of its own
-        return None
-    return z.as_strided((*rows, 2 * size), (*z.stride()[:-1], 1))
-
-
-def gate(y: Tensor | None, z: Tensor, gating: Gating, out: Tensor | None = None) -> Tensor:
-    """Gated rows of checked operands, or without y the function of z, in new memory or in ``out``."""
-    if out is None and (found := gate_on_fast_path(y, z, *gating)) is not None:
-        return found
-    first, both = z if y is None else y, _interleaved(y, z)
-    backend = backend_of_gates(first, "gate", gating, both is not None)
-    if backend is None and both is not None:
-        backend, both = backend_of_gates(first, "gate", gating), None
-    if backend is None:
-        found = activations.gated(y, z, *cast(Any, gating))
-        return found if out is None else out.copy_(found)
-    layout = in_levels((out,), (y, z) if both is None else (None, both))
-    if layout is None:  # a kernel cannot write such rows
-        return cast(Tensor, out).copy_(gate(y, z, gating))
-    inner, (of_out, of_y, of_z), (y, z) = layout
-    if both is not None:
-        of_y, y, z = of_z, z[..., 1::2], z[..., ::2]
-    size, rows, given = z.shape[-1], z.shape[:-1].numel(), _given(out)
-    if out is None:
-        out, of_out = new_like(z, gating.out_dtype), (inner * size, size)
-    how, strides = (gating.activation, gating.between), (of_y, of_z, of_out)
-    _run(backend, Gate(y, z, out, *how, size, rows, inner, strides, gating.steps, both is not None), given)
-    return out
-
-
-def gate_on_fast_path(
-    y: Tensor | None,
-    z: Tensor,
-    activation: str,
-    between: torch.dtype | None,
-    out_dtype: torch.dtype | None,
-    *steps: Any,
-) -> Tensor | None:
-    """The result, if the fast path takes the call; a public function has asked it unless gradients are recorded."""
-    if between is torch.float32 or y is None or steps != _NO_STEPS:
-        return None
-    if between is None and out_dtype == y.dtype:
-        found: Any = _gate_alone(y, z, activation)
-    elif between in (None, z.dtype) and out_dtype == z.dtype:
-        found = and_mul(z, y, activation, torch.float32 if between is None else None)
-    else:
-        return None
-    return cast("Tensor | None", found)
-
-
-def rows_and_gate(operands: Sequence[Any], interleaved: bool = False) -> Any:
-    """y and z, of both or of one tensor that holds both: z in its first half, or in every second element."""
-    if len(operands) == 2:
-        return operands
-    (both,) = operands
-    return (both[..., 1::2], both[..., ::2]) if interleaved else both.chunk(2, -1)[::-1]
-
-
-def gate_gradients(
-    backend: Chosen | None,
-    d: Tensor,
-    operands: Sequence[Tensor | None],
-    gating: Gating,
-    needs: Sequence[bool],
-    interleaved: bool = False,
-) -> tuple[Tensor | None, ...]:
-    """The gradients of y and z, or of one tensor that holds both, as far as they are needed.
-
-    ``interleaved``: they take turns in one tensor, which the backend takes, if there is one. Else the formula does.
-    """
-    found = new_gradients(operands, needs)
-    if _are_of_no_rows(d):
-        return found
-    if backend is None or len(operands) == 1:  # torch would refuse the halves in words of its own
-        check_kept((d,), operands)
-    y, z = rows_and_gate(operands, interleaved)
-    dy, dz = rows_and_gate(found, interleaved)  # their rows lie in one level
-    activation, between, steps = gating.activation, gating.between, gating.steps
-    if (backend is not None and not interleaved) and fast_path.gate_backward(
-        backend, d, y, z, dy, dz, activation, KINDS[between], *steps_in_c(steps)
-    ):
-        return found
-    if backend is None:
-        needed = dy is not None, dz is not None
-        by_formula = activations.gate_gradients(d, y, z, activation, between, *steps, needed)
-        for output, gradient in zip((dy, dz), by_formula, strict=True):
-            if output is not None and gradient is not None:
-                output.copy_(gradient)
-        return found
-    size, rows = d.shape[-1], d.shape[:-1].numel()
-    if interleaved:
-        inner, (of_d, of_both, of_found), (d, both, both_found) = kept_in_levels((d,), (*operands, *found))
-        strides = [of_d, of_both, of_both, of_found, of_found]
-        (y, z), (dy, dz) = rows_and_gate([both], True), rows_and_gate([both_found], True)
-    else:
-        inner, strides, (d, y, z, dy, dz) = kept_in_levels((d,), (y, z, dy, dz))
-    levels = size, rows, inner, cast(Any, tuple(strides))
-    backend.backward(GateBackward(d, y, z, dy, dz, activation, between, *levels, steps, interleaved))
-    return found
-
-
 class GatedNorm(NamedTuple):
     """The arguments of ``rms_norm_gated`` that are no operands, in its order; ``group_size`` is of rows in memory."""
 
@@ -448,7 +310,7 @@ class GatedNorm(NamedTuple):
     between: torch.dtype | None
     weight_offset: float
 
-    def operation(self, x: Tensor, weight: Tensor | None) -> Operation:
+    def operation(self, x: Tensor, weight: Tensor | None) -> RMSNorm:
         """The norm, as it decides the backend: of the gated rows, if the gate comes first."""
         flags = Flags(round_norm=self.round_norm, out_dtype=self.between or x.dtype)
         found = operation_of(x, None, weight, flags)
@@ -504,7 +366,7 @@ def norm_gated_gradients(
     """The gradients of x, the gate and the weight, new tensors, as far as they are needed; else None."""
     dx, dz, dweight = found = new_gradients((x, z, weight), needs)
     flags = (how.activation, how.norm_before_gate, how.between, how.round_norm, how.weight_offset)
-    if _are_of_no_rows(d, dweight) or fast_path.norm_gated_backward(
+    if are_of_no_rows(d, dweight) or fast_path.norm_gated_backward(
         backend, d, x, z, rstd, weight, dx, dz, dweight, *flags
     ):
         return found

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fusednorm.calls.call import Step
 from fusednorm.engine.run import backend_of, make
 from fusednorm.reference.norm import SEGMENT
 
@@ -33,7 +34,7 @@ def sums_of_segments(logits: Tensor, selecting: Selecting, m: Tensor, entropy: b
 
     None: the formula computes them.
     """
-    backend = backend_of(logits, "log_prob_parts")
+    backend = backend_of(logits, Step("log_prob_parts"))
     if backend is None:
         return None
     shape = (*logits.shape[:-1], -(-logits.shape[-1] // SEGMENT))

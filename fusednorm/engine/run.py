@@ -1,119 +1,205 @@
-"""Declared operations by a backend that has them in one call, else by their formulas."""
+"""Runs a declared operation, or its gradient: by a backend that has it in one call, else by its formula."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from fusednorm.calls.call import DeclaredCall, Flags, Step, Strides, operation_of, unusual
+from fusednorm.calls.call import Call, KindOfCall, Step, Strides
 from fusednorm.calls.checks import check_kept
 from fusednorm.calls.memory import in_levels, new, new_like, packed
-from fusednorm.declare.declaration import Declaration, Role
+from fusednorm.declare.plan import Flags, Operands, Plan
 from fusednorm.engine.choose import Chosen
-from fusednorm.engine.execute import new_gradients, whole_of
+from fusednorm.engine.execute import chosen_for, new_gradients
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-class Kernel:
-    """Calls of a declared operation, and of its gradient.
+def forward(
+    plan: Plan, operands: Operands, flags: Flags, outputs: Mapping[str, Tensor] = _NOTHING, keep: bool = True
+) -> tuple[Tensor, ...]:
+    """The results of checked operands in memory, as the formula returns them.
+
+    ``outputs``: memory that the caller gave for results, by name. A result is in it if a kernel can write it; else it
+    is a new tensor. ``keep``: whether results are wanted that only gradients take; else they may be left out.
+    """
+    declaration = plan.declaration
+    if declaration.check_values is not None:
+        declaration.check_values(**operands, **flags)
+    rows: Any = operands[plan.rows]
+    backend = backend_of(rows, plan.step_of(flags)) if plan.kernel else None
+    if backend is None or plan.kernel is None:
+        return as_new(declaration.formula(**operands, **flags), operands.values())
+    results = _new_results(plan, operands, flags, outputs, keep)
+    fresh = plan.results_with_rows if not outputs else [name for name in plan.results_with_rows if name not in outputs]
+    laid = None
+    if plan.of_samples:
+        laid = _laid_beside_samples(plan, operands, results, fresh, outputs)
+        operands = _samples_as_rows(plan, operands, rows) if laid is None else operands
+    if laid is None:
+        laid = laid_out(operands, results, plan.operands_with_rows, fresh, (*outputs,))
+    if laid is None:  # a kernel cannot write where the caller wants it
+        return forward(plan, operands, flags, keep=keep)
+    size = rows.shape[-1]
+    call = Call(
+        plan.kernel.name,
+        False,
+        laid.tensors,
+        laid.strides,
+        plan.of_calls(flags),
+        size,
+        rows.numel() // size,
+        laid.inner,
+    )
+    launch(backend, call, (*outputs.values(),))
+    for result in declaration.results if plan.copied else ():
+        if result.copy_of:
+            copied = results[result.copy_of]
+            results[result.name] = copied.clone() if keep else copied
+    return tuple([results[result.name] for result in (declaration.results if keep else declaration.returned)])
+
+
+def _new_results(
+    plan: Plan, operands: Operands, flags: Flags, outputs: Mapping[str, Tensor], keep: bool
+) -> dict[str, Tensor]:
+    """Memory for the results that a kernel writes: the caller's, or new."""
+    rows, results = cast(Tensor, operands[plan.rows]), {}
+    for name, like_rows, shape, dtype in plan.written if keep else plan.written_for_callers:
+        given = outputs.get(name)
+        if given is not None:
+            results[name] = given
+        elif like_rows:
+            results[name] = new_like(rows, dtype(operands, flags))
+        else:
+            results[name] = new(shape(operands), dtype(operands, flags), rows.device)
+    return results
+
+
+def backward(plan: Plan, given: Mapping[str, Any], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    """The gradients, as the declared function returns them.
 
     Args:
-        declaration: the operation.
-        name: the operation's in calls; by default the declared one.
-        step: the name in ``KNOWS`` of backends that have it; by default the declared one.
-        known: the flags that such a backend knows; it is asked about others that are not at their usual values.
+        plan: the operation's.
+        given: its arguments but needs, by name.
+        needs: whether each operand that may have a gradient needs it.
     """
-
-    def __init__(self, declaration: Declaration, name: str = "", step: str = "", known: Sequence[str] = ()) -> None:
-        self.declaration, self.name, self.step = declaration, name or declaration.name, step or declaration.name
-        self._known = known
-        self._operands = [operand.name for operand in declaration.operands]
-        roles = {result.name: result.role for result in declaration.results}
-        of_rows = (Role.ROWS, Role.SAMPLES)
-        self._of_rows = [name for name, role in {**declaration.roles, **roles}.items() if role in of_rows]
-        self._of_samples = [operand.name for operand in declaration.operands if operand.role is Role.SAMPLES]
-        self._of_dtypes = {result.dtype for result in declaration.results}
-
-    def run(self, *arguments: Any) -> tuple[Tensor, ...]:
-        """The results, as the formula returns them."""
-        declaration, rows, count = self.declaration, arguments[0], len(self._operands)
-        operands, flags = arguments[:count], arguments[count:]
-        numbers = self._numbers(declaration.named(flags))
-        backend = backend_of(rows, self.step, *self._unusual(numbers))
-        if backend is None:
-            return declaration.formula(*arguments)
-        results = {
-            result.name: new(
-                declaration.shape(result.role, operands), declaration.dtype(result, operands, flags), rows.device
-            )
-            for result in declaration.results
-        }
-        named = self._with_rows(dict(zip(self._operands, operands, strict=True)), rows)
-        make(backend, self.name, named, results, self._of_rows, numbers)
-        return tuple(results.values())
-
-    def run_gradient(self, *arguments: Any) -> tuple[Tensor | None, ...]:
-        """The gradients, as the declared one returns them; where several operands have some, in one call."""
-        declaration, needs = self.declaration, arguments[-1]
-        if not any(needs):
-            return (None,) * len(needs)
-        tensors = dict(zip(declaration.backward_tensors, arguments, strict=False))
-        incoming = {name: tensors.pop(name) for name in declaration.incoming}
-        flags = dict(zip(declaration.gradient_flags, arguments[-1 - len(declaration.gradient_flags) :], strict=False))
-        numbers = self._numbers(flags)
-        backend = backend_of(tensors[self._operands[0]], f"{self.step}_backward", *self._unusual(numbers))
-        if len(needs) > 1:
-            several = self._gradients(backend, incoming, tensors, numbers, needs)
-            return cast(Any, declaration.gradient)(*arguments) if several is None else several
-        found = gradient(backend, self.name, incoming, tensors, self._of_rows, numbers)
-        return cast(Any, declaration.gradient)(*arguments) if found is None else (found,)
-
-    def _unusual(self, flags: Mapping[str, Any]) -> tuple[str, ...]:
-        return unusual(flags, self.declaration.defaults, self._known)
-
-    def _gradients(
-        self,
-        backend: Chosen | None,
-        incoming: Mapping[str, Tensor],
-        others: Mapping[str, Tensor],
-        flags: Mapping[str, Any],
-        needs: Sequence[bool],
-    ) -> tuple[Tensor | None, ...] | None:
-        """The gradients of operands, each with the name of its operand behind a "d"; None: no backend has them."""
-        if backend is None:
-            return None
-        with_gradient = [operand.name for operand in self.declaration.with_gradient]
-        x = others[with_gradient[0]]
-        check_kept([*incoming.values()], [*others.values()])
-        found = new_gradients([others[name] for name in with_gradient], needs)
-        if not x.numel():
-            return tuple(t if t is None else t.zero_() for t in found)
-        written = dict(zip([f"d{name}" for name in with_gradient], found, strict=True))
-        read, of_rows = {**self._with_rows(others, x), **incoming}, {*self._of_rows, f"d{with_gradient[0]}"}
-        # Each row of the gradient of what has samples is the sum over so many rows.
-        sums = {f"d{name}": (x.numel() // others[name].numel(), x.shape[-1]) for name in self._of_samples}
-        make(backend, self.name, read, written, of_rows, flags, True, strides=sums)
-        return found
-
-    def _with_rows(self, tensors: Mapping[str, Tensor], x: Tensor) -> dict[str, Tensor]:
-        """The operands, where those of samples have the shape of the rows, which then share memory."""
-        found = dict(tensors)
-        for name in self._of_samples:
-            t = found[name]
-            if t.shape != x.shape:
-                found[name] = t.reshape(*t.shape[:-1], *[1] * (x.dim() - t.dim()), t.shape[-1]).expand(x.shape)
-        return found
-
-    def _numbers(self, flags: Mapping[str, Any]) -> dict[str, Any]:
-        """The flags but those that are dtypes of results."""
-        return {name: value for name, value in flags.items() if name not in self._of_dtypes}
+    declaration = plan.declaration
+    if not any(needs):
+        return (None,) * len(needs)
+    incoming = [given[name] for name in declaration.incoming]
+    operands = [given[name] for name in plan.operands]
+    x = given[plan.rows]
+    flags = {flag: given[flag] for flag in plan.gradient_flags}
+    backend = backend_of(x, plan.step_of(flags, backward=True)) if plan.kernel else None
+    if backend is None or plan.kernel is None:
+        return cast(Any, declaration.gradient)(**given, needs=needs)  # type: ignore[no-any-return]
+    check_kept(incoming, [*operands, *[given[result.name] for result in declaration.kept]])
+    found = new_gradients([given[name] for name in plan.with_gradient], needs)
+    if not x.numel():
+        return tuple(t if t is None else t.zero_() for t in found)
+    written = dict(zip(plan.gradients, found, strict=True))
+    others = {name: given[name] for name in (*plan.operands, *[result.name for result in declaration.kept])}
+    read = {**_samples_as_rows(plan, others, x), **{name: given[name] for name in declaration.incoming}}
+    # Each row of the gradient of what has samples is the sum over so many rows.
+    sums = {f"d{name}": (x.numel() // given[name].numel(), x.shape[-1]) for name in plan.of_samples}
+    of_rows = {*plan.of_rows, plan.gradients[0]}
+    make(backend, plan.kernel.name, read, written, of_rows, plan.of_calls(flags), True, strides=sums)
+    return found
 
 
-def backend_of(rows: Tensor, step: str, *unusual: str) -> Chosen | None:
-    """The backend for such rows, if it has such a call, with the flags that are not at their usual values."""
-    return whole_of(operation_of(rows, None, None, Flags()), Step(step).with_flags(*unusual))
+def backend_of(rows: Tensor, step: Step) -> Chosen | None:
+    """The backend of calls of such rows; None: the formula serves them."""
+    return chosen_for(KindOfCall(rows.device, rows.dtype, rows.shape[-1], step))
+
+
+def _laid_beside_samples(
+    plan: Plan, operands: Operands, results: Mapping[str, Tensor], fresh: Sequence[str], outputs: Mapping[str, Tensor]
+) -> Laid | None:
+    """The tensors of a call whose rows lie in one level, so that the rows of a sample are the inner one of two.
+
+    None if they lie otherwise, or if not all samples have as many rows.
+    """
+    x: Any = operands[plan.rows]
+    elements = {cast(Tensor, operands[name]).numel() for name in plan.of_samples}
+    if len(elements) > 1 or 0 in elements or (per_sample := x.numel() // elements.pop()) == 1:
+        return None
+    of_rows = {name: tensor for name, tensor in operands.items() if name not in plan.of_samples}
+    laid = laid_out(of_rows, results, plan.rows_of_calls, fresh, (*outputs,))
+    size = x.shape[-1]
+    if laid is None or laid.inner != x.numel() // size:
+        return None
+    strides = {name: (per_sample * step, step) for name, (_, step) in laid.strides.items()}
+    tensors = {**operands, **laid.tensors}
+    for name in plan.of_samples:
+        tensors[name], strides[name] = packed(cast(Tensor, tensors[name])), (size, 0)
+    return Laid(tensors, strides, per_sample)
+
+
+def _samples_as_rows(plan: Plan, tensors: Operands, x: Tensor) -> dict[str, Tensor | None]:
+    """The operands, where those of samples have the shape of the rows, which then share memory."""
+    found = dict(tensors)
+    for name in plan.of_samples:
+        t: Any = found[name]
+        for _ in range(x.dim() - t.dim()):
+            t = t.unsqueeze(-2)
+        found[name] = t if t.shape == x.shape else t.expand_as(x)
+    return found
+
+
+class Laid(NamedTuple):
+    """The tensors of a call, of which those with rows lie in levels of strides that are the same for all."""
+
+    tensors: dict[str, Tensor | None]
+    strides: dict[str, Strides]
+    inner: int
+
+
+def laid_out(
+    read: Mapping[str, Tensor | None],
+    written: Mapping[str, Tensor | None],
+    rows: Sequence[str],
+    fresh: Sequence[str] = (),
+    given: Sequence[str] = (),
+) -> Laid | None:
+    """The tensors of a call as kernels take them; None if they cannot write the rows.
+
+    Args:
+        read: what the call reads, by name.
+        written: what it writes.
+        rows: the names of what it reads that has rows. Rows that lie otherwise are copied.
+        fresh: the names of new results that have rows.
+        given: the names of results whose memory the caller gave.
+    """
+    layout = in_levels([written[name] for name in given], [read[name] for name in rows])
+    if layout is None:
+        return None
+    inner, levels, copies = layout
+    tensors = {**read, **written}
+    strides = dict(zip((*given, *rows), levels, strict=True))
+    for name, tensor in zip(rows, copies, strict=True):
+        tensors[name] = tensor
+    if len(rows) < len(read):
+        for name, tensor in read.items():
+            if tensor is not None and name not in strides:
+                tensors[name] = packed(tensor)
+    for name in fresh:
+        result = written[name]
+        if result is not None:
+            size = result.shape[-1]
+            strides[name] = (inner * size, size)
+    return Laid(tensors, strides, inner)
+
+
+def launch(backend: Chosen, call: Call, given: Sequence[Tensor] = ()) -> None:
+    """Has a backend make a call. ``given``: the results whose memory the caller gave."""
+    if given:  # before the write, so that an interrupt cannot leave one that autograd does not know of
+        increment_version(given)
+    if call.rows:
+        (backend.backward if call.backward else backend.forward)(call)
 
 
 def make(
@@ -125,32 +211,32 @@ def make(
     flags: Mapping[str, Any],
     backward: bool = False,
     part: tuple[int, int] = (0, 0),
-    strides: Mapping[str, Strides] = MappingProxyType({}),
-) -> None:
-    """Has a backend make a call; see :class:`DeclaredCall`. ``of_rows``: the names of tensors that have rows.
+    strides: Mapping[str, Strides] = _NOTHING,
+    given: Sequence[str] = (),
+) -> bool:
+    """Has a backend make a call; returns False, with nothing done, if it cannot write the rows.
 
-    ``strides``: those of other results, which have no rows of their own.
+    Args:
+        backend: the backend.
+        name: the operation's, in calls.
+        read: see :func:`laid_out`; the rows first.
+        written: the same.
+        of_rows: the same.
+        flags: those of the call.
+        backward: whether it is the gradient.
+        part: as in :class:`fusednorm.call.Call`.
+        strides: those of results that have no rows of their own.
+        given: see :func:`laid_out`.
     """
     x = cast(Tensor, next(iter(read.values())))
-    size, rows = x.shape[-1], x.shape[:-1].numel()
-    if not rows:
-        return
-    those = [name for name, tensor in read.items() if tensor is not None and name in of_rows]
-    layout: Any = in_levels((), [read[name] for name in those])
-    tensors = {name: t if t is None or name in those else packed(t) for name, t in read.items()}
-    new = dict.fromkeys((name for name in written if name in of_rows), (layout.inner * size, size))
-    call = DeclaredCall(
-        name=name,
-        backward=backward,
-        tensors={**tensors, **dict(zip(those, layout.read, strict=True)), **written},
-        strides={**dict(zip(those, layout.strides, strict=True)), **new, **strides},
-        flags=flags,
-        hidden_size=size,
-        rows=rows,
-        inner=layout.inner,
-        part=part,
-    )
-    (backend.backward if backward else backend.forward)(call)
+    rows = [of for of, tensor in read.items() if tensor is not None and of in of_rows]
+    laid = laid_out(read, written, rows, [of for of in written if of in of_rows and of not in given], given)
+    if laid is None:
+        return False
+    lie = {**laid.strides, **strides} if strides else laid.strides
+    call = Call(name, backward, laid.tensors, lie, flags, x.shape[-1], x.shape[:-1].numel(), laid.inner, part)
+    launch(backend, call, [cast(Tensor, written[result]) for result in given])
+    return True
 
 
 def gradient(
@@ -172,3 +258,14 @@ def gradient(
         return out.zero_()
     make(backend, name, {**others, **incoming}, {"out": out}, {*of_rows, "out"}, flags, True, part)
     return out
+
+
+def as_new(found: Sequence[Tensor], operands: Collection[Any]) -> tuple[Tensor, ...]:
+    """Contiguous results, none of which is an operand, another result or a view, to which torch refuses some writes."""
+    before = [id(t) for t in operands]
+    new = []
+    for tensor in found:
+        result = tensor.contiguous()
+        new.append(result.clone() if id(result) in before or result._is_view() else result)
+        before.append(id(new[-1]))
+    return tuple(new)

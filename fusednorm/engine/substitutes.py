@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fusednorm.calls.call import BackwardCall, Forward, ForwardCall, Operation, Quantize
+from fusednorm.calls.call import BackwardCall, Forward, ForwardCall, Quantize, RMSNorm
 from fusednorm.calls.memory import new
 from fusednorm.calls.process import NotYetError
 from fusednorm.engine.checked_backend import FirstCalls
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from fusednorm.engine.choose import Backend
 
 
-def _widens(operation: Operation) -> bool:
+def _widens(operation: RMSNorm) -> bool:
     """Whether the residual can be converted to the dtype of residual_out without rounding."""
     assert operation.residual is not None
     assert operation.residual_out is not None
     return torch.promote_types(operation.residual, operation.residual_out) == operation.residual_out
 
 
-def _first_norm_and_rest(operation: Operation) -> tuple[Operation, Operation | None]:
+def _first_norm_and_rest(operation: RMSNorm) -> tuple[RMSNorm, RMSNorm | None]:
     """A norm before the addition, and the rest; None if that is the addition alone, which is torch's."""
     assert operation.first is not None
     weight, between = operation.first
@@ -36,12 +36,12 @@ def _first_norm_and_rest(operation: Operation) -> tuple[Operation, Operation | N
     return norm, None if operation.out is None else operation._replace(x=between, first=None)
 
 
-def _is_affine(operation: Operation) -> bool:
+def _is_affine(operation: RMSNorm) -> bool:
     """Whether a bias or rows of heads follow the norm."""
     return "affine" in operation.features
 
 
-def _within(operation: Operation) -> Operation:
+def _within(operation: RMSNorm) -> RMSNorm:
     """The norm that a bias, rows of heads or a scaled x are around."""
     alone = operation._replace(around=None)
     if not _is_affine(operation):
@@ -49,7 +49,7 @@ def _within(operation: Operation) -> Operation:
     return alone._replace(weight=None, out=operation.accumulator, round_norm=False)
 
 
-def _taken(operation: Operation, takes: Callable[[Operation], bool]) -> tuple[Operation, ...]:
+def _taken(operation: RMSNorm, takes: Callable[[RMSNorm], bool]) -> tuple[RMSNorm, ...]:
     """A part of an operation, or the parts that serve it."""
     return (operation,) if takes(operation) else Composition.parts(operation, takes) or (operation,)
 
@@ -57,11 +57,11 @@ def _taken(operation: Operation, takes: Callable[[Operation], bool]) -> tuple[Op
 class Composition:
     """A backend in the calls of one operation, which it serves by :meth:`parts`."""
 
-    def __init__(self, backend: Backend | FirstCalls | Meanwhile, parts: tuple[Operation, ...]) -> None:
+    def __init__(self, backend: Backend | FirstCalls | Meanwhile, parts: tuple[RMSNorm, ...]) -> None:
         self._backend, self._parts = backend, parts
 
     @staticmethod
-    def parts(operation: Operation, takes: Callable[[Operation], bool]) -> tuple[Operation, ...]:
+    def parts(operation: RMSNorm, takes: Callable[[RMSNorm], bool]) -> tuple[RMSNorm, ...]:
         """The operations that serve this one; none if it cannot be served by others.
 
         ``takes`` says whether the backend takes an operation.
@@ -80,7 +80,7 @@ class Composition:
         return (exact, operation._replace(residual=stored)) if operation.round_sum else (exact,)
 
     @staticmethod
-    def in_words(operation: Operation, parts: tuple[Operation, ...]) -> str:
+    def in_words(operation: RMSNorm, parts: tuple[RMSNorm, ...]) -> str:
         """How its :meth:`parts` serve an operation."""
         if operation.first is not None:
             _, rest = _first_norm_and_rest(operation)
@@ -174,7 +174,7 @@ class Composition:
         y = reference.affine(rows, call.weight, call.bias, call.weight_offset, rounded_to, operation.out)
         call.out.copy_(y)
 
-    def _serving(self, operation: Operation, parts: tuple[Operation, ...]) -> Any:
+    def _serving(self, operation: RMSNorm, parts: tuple[RMSNorm, ...]) -> Any:
         """The backend for an operation that is a part of this one, or has parts of its own."""
         return self._backend if parts == (operation,) else Composition(self._backend, parts)
 
@@ -186,7 +186,7 @@ class Composition:
 class Meanwhile:
     """A backend that may still be compiling a kernel, and another one that takes the call then: the same bits."""
 
-    def __init__(self, backend: Backend, other: Backend, takes: Callable[[Operation], bool]) -> None:
+    def __init__(self, backend: Backend, other: Backend, takes: Callable[[RMSNorm], bool]) -> None:
         self._backend, self._other, self._takes = backend, other, takes
         self.fast_path = getattr(backend, "fast_path", None)
 

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from fusednorm.calls.call import ACTIVATIONS, Before, Flags, Step, accumulator, operation_of, step_of_gate
+from fusednorm.calls.call import (
+    ACTIVATIONS,
+    Before,
+    Flags,
+    KindOfCall,
+    RMSNorm,
+    Step,
+    accumulator,
+    operation_of,
+    step_of_gate,
+)
 from fusednorm.calls.checks import (
     check_affine,
     check_between,
@@ -64,9 +74,7 @@ def explain(
     listed = of_function(function)
     if not listed.steps:
         check_operands(x, None, None, None, None)
-        found = choose(operation_of(x, None, None, Flags()))
-        by = "a call of its own" if found.takes(Step(listed.name)) else "torch's operations"
-        return replace(found, plan=f"{found.plan}; {listed.name} runs by {by}")
+        return _of_kind(x, Step(listed.name), f"{listed.name} runs by")
     if (residual is None) == ("residual" in listed.operands):
         taken = "takes no residual" if residual is not None else "takes a residual"
         raise TypeError(f"{function.__name__} {taken}; pass the residual and the function that go together")
@@ -88,6 +96,11 @@ def explain(
     if quantization is not None:
         check_quantization(quantization, x)
         flags = flags._replace(out_dtype=between)
+    if listed.steps == "gate":
+        done = f"{listed.name} is computed" if len(listed.operands) == 1 else "the rows are gated"
+        return _of_kind(x, step_of_gate("gate", _activation_of(listed.name)), f"{done} by")
+    if listed.steps == "log_prob":
+        return _of_kind(x, Step("log_prob"), "log-probabilities are computed by")
     if function is l2_norm:  # its weight is made in the call
         weight = x.new_empty(x.shape[-1:], dtype=accumulator(x.dtype))
     found = choose(operation_of(x, residual, weight, flags, out, before, bias, x_scale))
@@ -105,18 +118,20 @@ def explain(
         by = own if found.takes(step_of_gate("gate", _activation_of(listed.name))) else by_torch
         if listed.steps == "norm, gate" and found.takes(step_of_gate("norm_gated", "silu")):
             by = "in the same call"
-        alone = listed.steps == "gate" and len(listed.operands) == 1
-        done = f"{listed.name} is computed" if alone else "the rows are gated"
-        found = replace(found, plan=f"{found.plan}; {done} {by}")
-    if listed.steps == "log_prob":
-        by = own if found.takes(Step("log_prob")) else by_torch
-        found = replace(found, plan=f"{found.plan}; log-probabilities are computed {by}")
+        found = replace(found, plan=f"{found.plan}; the rows are gated {by}")
     if "rotate" in listed.steps:
         step, plan, by = Step("rotate", None, (x.dtype,)), found.plan, by_torch
         if found.takes(step):
             plan, by = found.module.plan(found.operation._replace(step=step)), "in the same call"
         found = replace(found, plan=f"{plan}; heads are rotated {by}")
     return found
+
+
+def _of_kind(x: Tensor, step: Step, done_by: str) -> Explanation:
+    """The backend of a declared operation of such rows."""
+    found = choose(KindOfCall(x.device, x.dtype, x.shape[-1], step))
+    by = "torch's operations" if found.by_formula else "a call of its own"
+    return replace(found, plan=f"{found.plan}; {done_by} {by}")
 
 
 def _activation_of(name: str) -> str:
@@ -127,7 +142,7 @@ def _activation_of(name: str) -> str:
 
 def _steps_of_gradients(found: Explanation, steps: str, weight: Tensor | None, bias: Tensor | None) -> tuple[str, ...]:
     """Those that torch's operations compute where gradients are recorded: docs/faults.md has the table."""
-    operation = found.operation
+    operation = cast(RMSNorm, found.operation)
     of_one_shape = weight is None or bias is None or weight.shape == bias.shape
     sums = "affine" in operation.features and not (of_one_shape and found.takes(Step("affine_backward")))
     words = {

@@ -12,10 +12,20 @@ from torch.compiler import is_dynamo_compiling
 from fusednorm.calls import must_be_seen
 from fusednorm.calls.arithmetic import exact
 from fusednorm.calls.call import Flags
-from fusednorm.calls.checks import check_apart, check_flags, check_operands, check_output, refuse_grad
+from fusednorm.calls.checks import (
+    check_apart,
+    check_flags,
+    check_operands,
+    check_output,
+    refuse_grad,
+    requires_grad,
+)
+from fusednorm.calls.fast_path import Entry
 from fusednorm.calls.must_be_seen import Listener
+from fusednorm.declare.declaration import Role
+from fusednorm.engine import run as engine
 from fusednorm.torch_ops import dtensor_bridge
-from fusednorm.torch_ops.operator import Operator, as_new
+from fusednorm.torch_ops.operator import Operator
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 #: Of a public function.
@@ -32,8 +42,12 @@ class Operation(Operator):
         super().__init__(*arguments, **named)
         #: Its public functions, by name. The name of one that works in place ends in an underscore.
         self.functions: dict[str, Callable[..., Any]] = {}
+        self._defaults = tuple(self.declaration.defaults.items())
+        self._returned = tuple((result.name, result.overwrites or "") for result in self.declaration.returned)
+        self._of_dtypes = [(result.name, result.dtype) for result in self.declaration.returned if result.dtype]
+        self._of_rows = [result.name for result in self.declaration.returned if result.role is Role.ROWS]
 
-    def of_parts(self, *arguments: Any) -> tuple[Tensor, ...] | None:
+    def of_parts(self, operands: Mapping[str, Any], flags: Mapping[str, Any]) -> tuple[Tensor, ...] | None:
         """The results for DTensors whose rows lie in parts, where ranks have a way to leave them there."""
         return None
 
@@ -43,66 +57,106 @@ class Operation(Operator):
         PUBLIC[function] = self
         return function
 
+    def prepared(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a public function as operands, flags and outputs of the declared names and shapes."""
+        for result, flag in self._of_dtypes:
+            if (out := arguments.get(result)) is not None:
+                arguments[flag] = dtype_of(out, arguments.get(flag), arguments[self.plan.rows], self.plan.rows)
+        return arguments
+
+    def open(self, entry: Entry, names: str = "") -> Callable[..., Any]:
+        """The fast path of a public function, which has these arguments; None: those that the entry has names for."""
+        taken = (names or entry.names).split()
+        outputs, dtypes = [result for result, _ in self._returned], [flag for _, flag in self._of_dtypes]
+
+        def record(*arguments: Any, **named: Any) -> Any:
+            """The results for plain operands that C has read, where gradients are recorded; or None."""
+            if must_be_seen.transforms_active():
+                return None
+            given = {**dict(zip(taken, arguments, strict=False)), **named}
+            for output in outputs:
+                if given.get(output) is not None:
+                    return None
+            given = self.prepared(given)
+            operands = {operand: given[operand] for operand in self.plan.operands}
+            flags: Mapping[str, Any] = {flag: given[flag] for flag in self.declaration.flags}
+            # C has not looked at dtypes yet.
+            asked = any(flags[flag] is not None for flag in dtypes)
+            flags = (self.plan.check_flags if asked else self.plan.rounded)(operands, flags)
+            found = cast(Any, self.recorded).record(*operands.values(), flags)
+            if not isinstance(found, tuple):
+                return found
+            found = found[: len(outputs)]
+            return found if len(found) > 1 else found[0]
+
+        return entry.open(recorded=record)
+
     @exact
     def __call__(self, name: str, **arguments: Any) -> Results:  # type: ignore[type-var]
         """The results of the public function of that name, one or a tuple as it says; see the function for errors.
 
         ``arguments``: all operands, the flags that the function has, and the outputs that it takes.
         """
-        declaration = self.declaration
-        operands = {operand.name: arguments[operand.name] for operand in declaration.operands}
-        given = {result.name: arguments.get(result.name) for result in declaration.returned}
-        every = (*operands.values(), *given.values())
-        listener = must_be_seen.listener(*every)
+        arguments = self.prepared(arguments)
+        operands = {operand: arguments[operand] for operand in self.plan.operands}
+        given = {result: arguments.get(result) for result, _ in self._returned}
+        tensors = (*operands.values(), *given.values())
+        listener = must_be_seen.listener(*tensors)
         if listener is Listener.OVERRIDE:
-            return cast(Results, must_be_seen.handed_over(self.functions[name], every, arguments))
+            return cast(Results, must_be_seen.handed_over(self.functions[name], tensors, arguments))
         in_place = name.endswith("_")
         if in_place:
-            given = {result.name: operands[result.overwrites or ""] for result in declaration.returned}
-        outputs = tuple(t for t in given.values() if t is not None)
-        tensors, seen = tuple(operands.values()), listener is Listener.DISPATCHER
-        flags = tuple(arguments.get(flag, default) for flag, default in declaration.defaults.items())
+            given = {result: operands[overwrites] for result, overwrites in self._returned}
+        outputs = {result: t for result, t in given.items() if t is not None}
+        seen = listener is Listener.DISPATCHER
+        flags: Mapping[str, Any] = {flag: arguments.get(flag, default) for flag, default in self._defaults}
         if listener is Listener.TRANSFORM:
-            flags = declaration.rounded(tensors, flags)
+            flags = self.plan.rounded(operands, flags)
         elif not is_dynamo_compiling():
-            flags = declaration.checked(tensors, flags, in_memory=not seen)
-        records = is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+            flags = self.plan.check(operands, flags, in_memory=not seen)
+        records = is_grad_enabled() and requires_grad(*operands.values())
         if outputs:
             self._check_outputs(given, operands, flags, in_place, apart=listener is None)
-            if records or (is_grad_enabled() and any(t.requires_grad for t in outputs)):
+            if records or (is_grad_enabled() and requires_grad(*outputs.values())):
                 refuse_grad(name)
         if seen:
-            found = None if is_dynamo_compiling() else self.of_parts(*tensors, *flags)
-            found = self.dispatched(*tensors, *flags) if found is None else found
+            found = None if is_dynamo_compiling() else self.of_parts(operands, flags)
+            found = self.dispatched(operands, flags) if found is None else found
         elif records or listener is Listener.TRANSFORM:
-            found = cast(Any, self.recorded).apply(*tensors, *flags)
+            found = self.record(operands, flags)
+            found = found if isinstance(found, tuple) else (found,)
         else:
-            found = self.run(*tensors, *flags)
-            found = found if outputs else as_new(found, tensors)  # outputs take copies
-        found = found if isinstance(found, tuple) else (found,)
-        results = tuple(dtensor_bridge.written(t, new) for t, new in zip(given.values(), found, strict=False))
-        return cast(Results, results[0] if len(results) == 1 else results)
+            found = self.compute(operands, flags, outputs)
+        if outputs:
+            found = tuple([dtensor_bridge.written(t, new) for t, new in zip(given.values(), found, strict=False)])
+        count = len(self._returned)
+        return cast(Results, found[0] if count == 1 else found[:count])
+
+    def compute(
+        self, operands: Mapping[str, Any], flags: Mapping[str, Any], outputs: Mapping[str, Tensor]
+    ) -> tuple[Tensor, ...]:
+        """The results that are returned, for checked operands in memory: in outputs, if kernels can write there."""
+        if outputs:
+            outputs = {name: outputs[name] for name in self._of_rows if name in outputs}
+        return engine.forward(self.plan, operands, flags, outputs, keep=False)
 
     def _check_outputs(
         self,
         given: Mapping[str, Tensor | None],
         operands: Mapping[str, Tensor | None],
-        flags: tuple[Any, ...],
+        flags: Mapping[str, Any],
         in_place: bool,
         apart: bool,
     ) -> None:
         """That outputs have the shapes and dtypes of results, and, in memory, share none with others."""
-        declaration, called = self.declaration, {}
-        rows_name, rows = next(iter(operands.items()))
-        for result in declaration.returned:
-            tensor = given[result.name]
-            name = (result.overwrites or "") if in_place else result.name
-            shape = declaration.shape(result.role, [*operands.values()])
-            dtype = declaration.dtype(result, [*operands.values()], flags)
-            check_output(name, tensor, list(shape), dtype, cast(Tensor, rows), rows_name)
-            called[name] = tensor
+        called, rows = {}, cast(Tensor, operands[self.plan.rows])
+        results = self.plan.results(operands, flags)
+        for (name, overwrites), (_, shape, dtype) in zip(self._returned, results, strict=False):
+            called_name = overwrites if in_place else name
+            check_output(called_name, given[name], list(shape), dtype, rows, self.plan.rows)
+            called[called_name] = given[name]
         if apart:
-            own = {result.name: (result.overwrites,) for result in declaration.returned if result.overwrites}
+            own = {name: (overwrites,) for name, overwrites in self._returned if overwrites}
             check_apart(called, operands, None if in_place else own)
 
 

@@ -2,83 +2,73 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from fusednorm.calls import must_be_seen
 from fusednorm.calls.call import accumulator
 from fusednorm.calls.checks import check_cap
 from fusednorm.calls.fast_path import FUNCTION, Entry
 from fusednorm.declare.declaration import Declaration, Operand, Result
-from fusednorm.engine import execute
-from fusednorm.engine.execute import Gating
-from fusednorm.operations.front_door import Operation, dtype_of
-from fusednorm.operations.gate import Gated
+from fusednorm.engine import gates
+from fusednorm.operations.front_door import Operation
 from fusednorm.reference import activations
+from fusednorm.torch_ops.steps import GATE_FLAGS
 
 
 class _Function(Operation):
     """A function of gates as an operation, and its calls on the fast path."""
 
     steps = "gate"
-    #: The operand's name.
-    operand = "z"
-    #: The arguments of :meth:`of`, as the fast path knows them.
+    #: The arguments of the public function but its operand, and as the fast path knows them.
     read_by_c = "x out out_dtype"
+    names = "z out out_dtype"
 
-    def __init__(self, activation: str, **declared: Any) -> None:
-        self.activation = activation
+    def __init__(self, activation: str, gradient: Callable[..., Any], **declared: Any) -> None:
+        self.activation, (operand, *_) = activation, self.names.split()
         declaration = Declaration(
             activation,
-            operands=(Operand(self.operand),),
-            results=(Result(dtype="out_dtype", overwrites=self.operand),),
+            operands=(Operand(operand),),
+            results=(Result(dtype="out_dtype", overwrites=operand),),
             flags={**declared.pop("flags", {}), "out_dtype": None},
             formula=self._formula,
-            gradient=self._gradient,
+            gradient=gradient,
             joined=0,
+            kernel=None,
             **declared,
         )
         entry = Entry("gate", self.read_by_c, constants={"order": FUNCTION, "activation": activation})
-        self.on_fast_path = entry.open(recorded=self._record)
         of_graphs = entry._replace(names=self.read_by_c.replace(" out ", " ")).open()
-        super().__init__(declaration, self._run, self._run_gradient, of_graphs)
+        super().__init__(declaration, self._by_backend, self._gradient_by_backend, of_graphs)
+        self.on_fast_path = self.open(entry, self.names)
 
-    def gating(self, z: Tensor, out_dtype: torch.dtype | None = None) -> Gating:
-        """The function and its flags, of which gradients have no dtype of the result."""
-        return Gating(self.activation, None, out_dtype or z.dtype)
+    def gating(self, z: Tensor, out_dtype: torch.dtype | None = None) -> dict[str, Any]:
+        """The flags of ``torch.ops.fusednorm.gate``."""
+        return {**GATE_FLAGS, "activation": self.activation, "out_dtype": out_dtype or z.dtype}
 
-    def _formula(self, z: Tensor, *flags: Any) -> tuple[Tensor]:
-        return (activations.gated(None, z, *cast(Any, self.gating(z, *flags))),)
+    def _formula(self, **arguments: Any) -> tuple[Tensor]:
+        z = arguments.pop(self.plan.rows)
+        return (activations.gated(None, z, **self.gating(z, **arguments)),)
 
-    def _run(self, z: Tensor, *flags: Any) -> tuple[Tensor]:
-        return (execute.gate(None, z, self.gating(z, *flags)),)
+    def compute(
+        self, operands: Mapping[str, Any], flags: Mapping[str, Any], outputs: Mapping[str, Tensor]
+    ) -> tuple[Tensor]:
+        """See :class:`Operation`."""
+        (z,) = operands.values()
+        return (gates.forward(None, z, self.gating(z, **flags), outputs.get("out")),)
 
-    def _gradient(self, d: Tensor, *others: Any) -> tuple[Tensor | None]:
-        z, *flags, needs = others
-        how = self.gating(z, *flags)
-        found = activations.gate_gradients(d, None, z, how.activation, how.between, *how.steps, (False, needs[0]))
-        return found[1:]
+    def _by_backend(self, operands: Mapping[str, Any], flags: Mapping[str, Any]) -> tuple[Tensor]:
+        return self.compute(operands, flags, {})
 
-    def _run_gradient(self, d: Tensor, z: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
-        *flags, needs = others
-        gating = self.gating(z, *flags)
-        backend = execute.backend_of_gates(z, "gate_backward", gating)
-        return execute.gate_gradients(backend, d, (None, z), gating, (False, needs[0]))[1:]
-
-    def _record(self, z: Tensor, *others: Any) -> Any:
-        """The result for a plain operand that C has read, where gradients are recorded; or None."""
-        *flags, out, _ = others
-        if out is not None or must_be_seen.transforms_active():
-            return None
-        gating = self.gating(z, *self.declaration.rounded((z,), (*flags, None)))
-        return Gated.apply(gating, False, None, z)  # type: ignore[no-untyped-call]
-
-    def again(self, z: Tensor, gating: Gating) -> Any:
-        """The results once more, of which gradients can be differentiated."""
-        return cast(Any, self.recorded).apply(z, gating.out_dtype)
+    def _gradient_by_backend(self, given: Mapping[str, Any], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+        given = dict(given)
+        d, z = given.pop("d"), given.pop(self.plan.rows)
+        flags = self.gating(z, **given)
+        backend = gates.backend_for(z, "gate_backward", flags)
+        return gates.backward(backend, d, (None, z), flags, (False, needs[0]))[1:]
 
     def of(self, z: Tensor, out: Tensor | None, out_dtype: torch.dtype | None, **flags: Any) -> Tensor:
         """The results of the public function."""
@@ -86,32 +76,42 @@ class _Function(Operation):
             found: Tensor | None = self.on_fast_path(z, *flags.values(), out, out_dtype)
             if found is not None:
                 return found
-        out_dtype = dtype_of(out, out_dtype, z, self.operand)
-        arguments = {self.operand: z, "out": out, "out_dtype": out_dtype, **flags}
-        return self(self.activation, **arguments)
+        return self(self.activation, **{self.plan.rows: z, "out": out, "out_dtype": out_dtype, **flags})
 
 
 class _Softcap(_Function):
     """The function of x with a cap."""
 
-    operand = "x"
     read_by_c = "x limit round_steps out out_dtype"
+    names = "x cap round_steps out out_dtype"
 
     def gating(  # type: ignore[override]
         self, z: Tensor, cap: float, round_steps: bool, out_dtype: torch.dtype | None = None
-    ) -> Gating:
+    ) -> dict[str, Any]:
         """The steps are rounded to ``between``."""
         between = z.dtype if round_steps and z.dtype != accumulator(z.dtype) else None
-        return Gating(self.activation, between, out_dtype or z.dtype, cap, round_steps=round_steps)
-
-    def again(self, z: Tensor, gating: Gating) -> Any:
-        """The same, with the flags."""
-        return cast(Any, self.recorded).apply(z, gating.limit, gating.round_steps, gating.out_dtype)
+        return {**super().gating(z, out_dtype), "between": between, "limit": cap, "round_steps": round_steps}
 
 
-_GELU, _RELU2 = _Function("gelu"), _Function("relu2")
+def _gradient_of(activation: str) -> Callable[..., tuple[Tensor | None]]:
+    def gradient(d: Tensor, z: Tensor, needs: list[bool]) -> tuple[Tensor | None]:
+        return activations.gate_gradients(d, None, z, activation, None, needs=(False, needs[0]))[1:]
+
+    return gradient
+
+
+def _gradient_of_softcap(
+    d: Tensor, x: Tensor, cap: float, round_steps: bool, needs: list[bool]
+) -> tuple[Tensor | None]:
+    flags = _SOFTCAP.gating(x, cap, round_steps)
+    del flags["out_dtype"]
+    return activations.gate_gradients(d, None, x, **flags, needs=(False, needs[0]))[1:]
+
+
+_GELU, _RELU2 = _Function("gelu", _gradient_of("gelu")), _Function("relu2", _gradient_of("relu2"))
 _SOFTCAP = _Softcap(
     "softcap",
+    _gradient_of_softcap,
     flags={"cap": 30.0, "round_steps": False},
     check=lambda x, cap, **_: check_cap(cap, x),
     samples=({"cap": 30.0}, {"cap": 0.7, "round_steps": True}),

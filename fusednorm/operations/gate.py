@@ -12,7 +12,7 @@ from torch.compiler import is_dynamo_compiling
 
 from fusednorm.calls import must_be_seen
 from fusednorm.calls.arithmetic import exact
-from fusednorm.calls.call import Flags, GateSteps, accumulator
+from fusednorm.calls.call import Flags, accumulator
 from fusednorm.calls.checks import (
     check_activation,
     check_apart,
@@ -29,19 +29,18 @@ from fusednorm.calls.checks import (
 )
 from fusednorm.calls.fast_path import ALONE, AND_MUL, Entry
 from fusednorm.calls.must_be_seen import Listener
-from fusednorm.engine import execute
-from fusednorm.engine.execute import Gating
+from fusednorm.engine import gates
 from fusednorm.torch_ops import dtensor_bridge
 from fusednorm.torch_ops.gradients import composed_again
-from fusednorm.torch_ops.operator import DECLARED
-from fusednorm.torch_ops.steps import GATE
+from fusednorm.torch_ops.steps import GATE, GATE_FLAGS
 
 
 def _record(y: Tensor, z: Tensor, activation: str, out: Tensor | None = None, _: None = None) -> Any:
     """The result of :func:`gate` for plain operands that C has read, where gradients are recorded; or None."""
     if out is not None or must_be_seen.transforms_active():
         return None
-    return Gated.apply(Gating(activation, None, y.dtype), False, y, z)  # type: ignore[no-untyped-call]
+    flags = {**GATE_FLAGS, "activation": activation, "out_dtype": y.dtype}
+    return Gated.apply(flags, False, y, z)  # type: ignore[no-untyped-call]
 
 
 def _record_and_mul(
@@ -60,20 +59,22 @@ def _record_and_mul(
     """The same of :func:`silu_and_mul`."""
     if out is not None or must_be_seen.transforms_active():
         return None
-    steps = _NO_STEPS
+    steps: dict[str, Any] = {}
     if limit is not None or alpha != 1.0 or up_offset != 0.0 or round_steps or clamp != "before":
         numbers = check_gate_numbers(limit, alpha, up_offset, clamp, accumulator(gate.dtype))
-        steps = GateSteps(**numbers, clamp=clamp, round_steps=round_steps)
-    gating = _and_mul_gating(activation, between, gate, steps)._replace(out_dtype=gate.dtype)
-    return Gated.apply(gating, interleaved, *((gate,) if up is None else (up, gate)))  # type: ignore[no-untyped-call]
+        steps = {**numbers, "clamp": clamp, "round_steps": round_steps}
+    flags = {**_flags_of_and_mul(activation, between, gate, steps), "out_dtype": gate.dtype}
+    return Gated.apply(flags, interleaved, *((gate,) if up is None else (up, gate)))  # type: ignore[no-untyped-call]
 
 
-def _and_mul_gating(activation: str, between: torch.dtype | None, gate: Tensor, steps: GateSteps) -> Gating:
+def _flags_of_and_mul(
+    activation: str, between: torch.dtype | None, gate: Tensor, steps: Mapping[str, Any]
+) -> dict[str, Any]:
     passed = between or gate.dtype
-    return Gating(activation, None if passed == accumulator(gate.dtype) else passed, None, *steps)
+    rounded_to = None if passed == accumulator(gate.dtype) else passed
+    return {**GATE_FLAGS, **steps, "activation": activation, "between": rounded_to}
 
 
-_NO_STEPS = GateSteps()
 #: As C knows the optional steps.
 STEPS = "limit alpha up_offset clamp interleaved round_steps"
 _gate = Entry("gate", "x z activation out out_dtype", constants={"order": ALONE}).open(recorded=_record)
@@ -115,7 +116,8 @@ def gate(
         result: Tensor | None = _gate(y, z, activation, out, out_dtype)
         if result is not None:
             return result
-    return _run(gate, {"y": y, "z": z}, y, z, Gating(activation, None, out_dtype), out)
+    flags = {**GATE_FLAGS, "activation": activation, "out_dtype": out_dtype}
+    return _run(gate, {"y": y, "z": z}, y, z, flags, out)
 
 
 def gate_(y: Tensor, z: Tensor, *, activation: str = "silu") -> Tensor:
@@ -132,7 +134,7 @@ def gate_(y: Tensor, z: Tensor, *, activation: str = "silu") -> Tensor:
         result: Tensor | None = _gate(y, z, activation, y)
         if result is not None:
             return result
-    return _run(gate_, {"y": y, "z": z}, y, z, Gating(activation), y)
+    return _run(gate_, {"y": y, "z": z}, y, z, {**GATE_FLAGS, "activation": activation}, y)
 
 
 def silu_and_mul(
@@ -237,15 +239,15 @@ def _and_mul(
         values = {"gate": gate, "up": up, "between": between, "out": out, **steps}
         return cast(Tensor, must_be_seen.handed_over(function, (gate, up, out), values))
     operands = checked_operands(gate, up, between, **steps)
-    gating = _and_mul_gating(activation, between, gate, operands.steps)
-    return _run(function, operands.names, operands.y, operands.z, gating, out, operands.both, operands.interleaved)
+    flags = _flags_of_and_mul(activation, between, gate, operands.steps)
+    return _run(function, operands.names, operands.y, operands.z, flags, out, operands.both, operands.interleaved)
 
 
 def silu_and_mul_checked(operands: Operands, between: torch.dtype | None, in_memory: bool) -> Tensor:
     """The products of :func:`silu_and_mul`, of operands that have been checked; in float32 if ``between`` is that."""
     y, z = operands.y, operands.z
-    gating = _and_mul_gating("silu", between, z, operands.steps)._replace(out_dtype=between or z.dtype)
-    return execute.gate(y, z, gating) if in_memory else _run(gate, {"y": y, "z": z}, y, z, gating, None)
+    flags = {**_flags_of_and_mul("silu", between, z, operands.steps), "out_dtype": between or z.dtype}
+    return gates.forward(y, z, flags) if in_memory else _run(gate, {"y": y, "z": z}, y, z, flags, None)
 
 
 class Operands(NamedTuple):
@@ -258,7 +260,8 @@ class Operands(NamedTuple):
     #: The tensor that has both; or None.
     both: Tensor | None
     interleaved: bool
-    steps: GateSteps
+    #: By the names of :class:`fusednorm.calls.call.GateSteps`.
+    steps: dict[str, Any]
 
 
 def checked_operands(
@@ -278,7 +281,7 @@ def checked_operands(
         refuse_type("gate", gate)
     check_between(between, gate, "gate")
     numbers = check_gate_numbers(limit, alpha, up_offset, clamp, accumulator(gate.dtype))
-    steps = GateSteps(**numbers, clamp=clamp, round_steps=round_steps)
+    steps = {**numbers, "clamp": clamp, "round_steps": round_steps}
     check_flag("interleaved", interleaved)
     check_flag("round_steps", round_steps)
     if round_steps and between is not None:
@@ -321,7 +324,7 @@ def _run(
     operands: dict[str, Tensor],
     y: Tensor,
     z: Tensor,
-    gating: Gating,
+    flags: Mapping[str, Any],
     out: Tensor | None,
     both: Tensor | None = None,
     interleaved: bool = False,
@@ -333,7 +336,7 @@ def _run(
     """
     listener = must_be_seen.listener(y, z, out)
     if listener is Listener.OVERRIDE:
-        return must_be_seen.handed_over(function, (y, z, out), {**operands, **gating._asdict(), "out": out})
+        return must_be_seen.handed_over(function, (y, z, out), {**operands, **flags, "out": out})
     (first_name, first), (second_name, second) = operands.items()
     if second is None:
         refuse_type(second_name, second)
@@ -342,54 +345,52 @@ def _run(
     ):  # the batches of a transform have no memory, and lack a dimension
         names = {"x_name": first_name, "residual_name": second_name}
         check_operands(first, second, None, out, None, in_memory=listener is None, **names)
-    check_activation(gating.activation)
-    check_flags(Flags(out_dtype=gating.out_dtype), first, None, out, None, x_name=first_name)
+    check_activation(flags["activation"])
+    check_flags(Flags(out_dtype=flags["out_dtype"]), first, None, out, None, x_name=first_name)
     records = is_grad_enabled() and requires_grad(y, z, out)
     if out is not None and records:
         refuse_grad(function.__name__)
-    if out is not None or gating.out_dtype is None:
-        gating = gating._replace(out_dtype=first.dtype if out is None else out.dtype)
+    if out is not None or flags["out_dtype"] is None:
+        flags = {**flags, "out_dtype": first.dtype if out is None else out.dtype}
     if listener is not None:
-        return dtensor_bridge.written(out, GATE.with_gradients(y, z, *gating))
+        return dtensor_bridge.written(out, GATE.with_gradients(y=y, z=z, **flags))
     if out is not None:
         check_apart({first_name if function is gate_ else "out": out}, operands)
     if records:
         given = (y, z) if both is None else (both,)
-        return cast(Tensor, Gated.apply(gating, interleaved, *given))  # type: ignore[no-untyped-call]
-    return execute.gate(y, z, gating, out)
+        return cast(Tensor, Gated.apply(flags, interleaved, *given))  # type: ignore[no-untyped-call]
+    return gates.forward(y, z, flags, out)
 
 
 class Gated(torch.autograd.Function):
-    """(gating, False, y or None, z), or (gating, interleaved, [..., 2 * N] of z and y), -> y times a function of z.
+    """(flags, False, y, z), or (flags, interleaved, [..., 2 * N] of z and y), -> y times a function of z.
 
-    For calls that nothing but autograd must see: a short one takes a third of the time of ``GATE.recorded``, and the
-    gradient of a tensor that holds both is written where it belongs.
+    For calls that nothing but autograd must see: the gradient of a tensor that holds both is written where it belongs.
     """
 
     @staticmethod
     @exact
-    def forward(ctx: Any, gating: Gating, interleaved: bool, *operands: Tensor | None) -> Tensor:
+    def forward(ctx: Any, flags: Mapping[str, Any], interleaved: bool, *operands: Tensor) -> Tensor:
         """Keeps the operands, and the backend that the backward pass takes: the one in force now."""
-        y, z = execute.rows_and_gate(operands, interleaved)
+        y, z = gates.rows_and_gate(operands, interleaved)
         ctx.save_for_backward(*operands)
-        ctx.gating, ctx.interleaved = gating, interleaved
-        ctx.backend = execute.backend_of_gates(z if y is None else y, "gate_backward", gating, interleaved)
-        return execute.gate(y, z, gating)
+        ctx.flags, ctx.interleaved = flags, interleaved
+        ctx.backend = gates.backend_for(y, "gate_backward", flags, interleaved)
+        found = gates.on_fast_path(y, z, **flags)
+        return gates.forward(y, z, flags) if found is None else found
 
     @staticmethod
     @exact
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
         """See :func:`fusednorm.reference.activations.gate_gradients`."""
-        operands, gating, interleaved = ctx.saved_tensors, ctx.gating, ctx.interleaved
+        operands, flags, interleaved = ctx.saved_tensors, ctx.flags, ctx.interleaved
         needs = ctx.needs_input_grad[2:]
         if not (must_be_seen.differentiated_again() or must_be_seen.below(d, *operands)):
-            return None, None, *execute.gate_gradients(ctx.backend, d, operands, gating, needs, interleaved)
+            return None, None, *gates.backward(ctx.backend, d, operands, flags, needs, interleaved)
         dtensor_bridge.check_kept((d,), operands)
 
-        def again(*operands: Tensor | None) -> tuple[Tensor]:
-            y, z = execute.rows_and_gate(operands, interleaved)
-            if y is None:
-                return (cast(Any, DECLARED[gating.activation]).again(z, gating),)
-            return (cast(Any, GATE.recorded).apply(y, z, *gating),)
+        def again(*operands: Tensor) -> tuple[Tensor]:
+            y, z = gates.rows_and_gate(operands, interleaved)
+            return (cast(Any, GATE.recorded).apply(y, z, flags),)
 
         return None, None, *composed_again(again, operands, (d,), needs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any, cast
 
@@ -10,15 +11,13 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from fusednorm.calls import must_be_seen
 from fusednorm.calls.c_enums import DeclaredOf
 from fusednorm.calls.call import accumulator
 from fusednorm.calls.checks import check_cap, check_dense, check_ids, check_temperature, refuse_type
 from fusednorm.calls.fast_path import Entry
 from fusednorm.calls.scalars import number
-from fusednorm.declare.declaration import Declaration, Operand, Result, Role
-from fusednorm.engine.run import Kernel
-from fusednorm.operations.front_door import Operation, Results, dtype_of
+from fusednorm.declare.declaration import Declaration, Kernel, Operand, Result, Role
+from fusednorm.operations.front_door import Operation, Results
 from fusednorm.reference import log_prob as reference
 from fusednorm.torch_ops import dtensor_bridge
 
@@ -46,129 +45,128 @@ def _check_softcap(logits: Tensor, *_: Any, softcap: float | None, **__: Any) ->
         check_cap(softcap, logits, "softcap", "leave it out for none")
 
 
-def _selected(logits: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    return reference.selected(logits, *others, entropy=False)
+def _check_values(logits: Tensor, ids: Tensor, temperature: Tensor | None, ignore_index: int | None, **_: Any) -> None:
+    check_ids(logits.shape[-1], ids, ignore_index)
+    check_temperature(temperature)
 
 
-def _selected_gradient(d: Tensor, *others: Any) -> tuple[Tensor | None]:
-    logits, ids, temperature, m, s, softcap, ignore_index, _ = others
-    return (reference.selected_gradient(d, None, logits, ids, temperature, m, s, None, softcap, ignore_index),)
+_SELECTING |= {"check": _check_softcap, "check_values": _check_values}
 
 
-def _with_entropy(logits: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    lp, entropy, m, s = reference.selected(logits, *others, entropy=True)
+def _selected(**arguments: Any) -> tuple[Tensor, ...]:
+    return reference.selected(**arguments, entropy=False)
+
+
+def _selected_gradient(
+    d: Tensor,
+    logits: Tensor,
+    ids: Tensor,
+    temperature: Tensor | None,
+    m: Tensor,
+    s: Tensor,
+    softcap: float | None,
+    ignore_index: int | None,
+    needs: list[bool],
+) -> tuple[Tensor | None]:
+    how = (softcap, ignore_index)
+    return (reference.selected_gradient(d, None, logits, ids, temperature, m, s, None, *how) if needs[0] else None,)
+
+
+def _with_entropy(**arguments: Any) -> tuple[Tensor, ...]:
+    lp, entropy, m, s = reference.selected(**arguments, entropy=True)
     return lp, entropy, m, s, entropy
 
 
-def _with_entropy_gradient(d: Tensor, d_entropy: Tensor, *others: Any) -> tuple[Tensor | None]:
-    logits, ids, temperature, m, s, entropy, softcap, ignore_index, _ = others
-    how = (softcap, ignore_index)
-    return (reference.selected_gradient(d, d_entropy, logits, ids, temperature, m, s, entropy, *how),)
+def _with_entropy_gradient(
+    d: Tensor,
+    d_entropy: Tensor,
+    logits: Tensor,
+    ids: Tensor,
+    temperature: Tensor | None,
+    m: Tensor,
+    s: Tensor,
+    entropy: Tensor,
+    softcap: float | None,
+    ignore_index: int | None,
+    needs: list[bool],
+) -> tuple[Tensor | None]:
+    given, how = (d, d_entropy, logits, ids, temperature, m, s, entropy), (softcap, ignore_index)
+    return (reference.selected_gradient(*given, *how) if needs[0] else None,)
 
 
 class _Operation(Operation):
-    """An operation with log-probabilities, which a backend may have in one call, and its calls on the fast path."""
+    """An operation with log-probabilities, and its calls on the fast path."""
 
     steps = "log_prob"
 
-    def __init__(self, of: DeclaredOf, declaration: Declaration) -> None:
-        self._names = [operand.name for operand in declaration.operands] + [*declaration.flags]
-        entry = Entry("log_prob", " ".join(self._names), constants={"operation": of.value, "kept": True})
+    def __init__(self, of: DeclaredOf, name: str, **declared: Any) -> None:
+        kernel = Kernel(of.name.lower(), "log_prob", known=("softcap", "ignore_index"))
+        declaration = Declaration(name, kernel=kernel, **declared)
+        names = " ".join([operand.name for operand in declaration.operands] + [*declaration.flags])
+        entry = Entry("log_prob", names, constants={"operation": of.value, "kept": True})
         taken = " ".join((*declaration.backward_tensors, *declaration.gradient_flags, "needs"))
         gradient = Entry("log_prob_backward", taken, constants={"operation": of.value})
-        self._kernel = kernel = Kernel(declaration, of.name.lower(), "log_prob", known=("softcap", "ignore_index"))
-        super().__init__(declaration, self._run, kernel.run_gradient, entry.open(), gradient.open())
-        public = Entry("log_prob", f"{entry.names} out", constants={"operation": of.value, "kept": False})
-        self._on_fast_path = public.open(recorded=self._record)
-
-    def _run(self, logits: Tensor, *others: Any) -> tuple[Tensor, ...]:
-        if "ids" in self._names:
-            ids, temperature, *_, ignore_index = others
-            check_ids(logits.shape[-1], ids, ignore_index)
-            check_temperature(temperature)
-        found = self._kernel.run(logits, *others)
-        if self.declaration is _WITH_ENTROPY.declaration:  # a kernel writes the entropy that is kept
-            found[1].copy_(found[-1])
-        return found
+        super().__init__(declaration, fast=entry.open(), fast_gradient=gradient.open())
+        public = Entry("log_prob", f"{names} out", constants={"operation": of.value, "kept": False})
+        self._on_fast_path = self.open(public)
 
     def __call__(self, name: str, **arguments: Any) -> Results:  # type: ignore[type-var]
-        """See :class:`Operation`; also for a temperature that is a number, and for ``out`` without its dtype."""
+        """See :class:`Operation`."""
         if not is_dynamo_compiling():
             found: Results | None = self._on_fast_path(**arguments)
             if found is not None:
                 return found
-        logits = arguments["logits"]
-        if "out" in arguments:
-            arguments["out_dtype"] = dtype_of(arguments["out"], arguments["out_dtype"], logits, "logits")
-        if "temperature" in arguments:
-            arguments["temperature"] = _of_rows(logits, arguments["temperature"])
         return super().__call__(name, **arguments)
 
-    def _record(self, logits: Tensor, **others: Any) -> Any:
-        """The results for plain operands that C has read, where gradients are recorded; or None."""
-        if others.pop("out", None) is not None or must_be_seen.transforms_active():
-            return None
-        if others.get("out_dtype") is not None:  # C has not looked at it yet
-            self.declaration.checked_flags((logits,), {"out_dtype": others["out_dtype"]})
-        if "temperature" in others:
-            others["temperature"] = _of_rows(logits, others["temperature"])
-        operands = [others.get(name) for name in self._names[1 : self.count]]
-        flags = self.declaration.rounded((logits, *operands), [others.get(flag) for flag in self.declaration.flags])
-        found = cast(Any, self.recorded).record(logits, *operands, *flags)[: len(self.declaration.returned)]
-        return found if len(found) > 1 else found[0]
+    def prepared(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """See :class:`Operation`; also for a temperature that is a number."""
+        arguments = super().prepared(arguments)
+        if "temperature" in arguments:
+            arguments["temperature"] = _of_rows(arguments["logits"], arguments["temperature"])
+        return arguments
 
-    def of_parts(self, *arguments: Any) -> tuple[Tensor, ...] | None:
+    def of_parts(self, operands: Mapping[str, Any], flags: Mapping[str, Any]) -> tuple[Tensor, ...] | None:
         """By an exchange of sums."""
-        return dtensor_bridge.of_parts_of_logits(self, arguments)
+        return dtensor_bridge.of_parts_of_logits(self, operands, flags)
 
 
 _LOG_SOFTMAX = _Operation(
     DeclaredOf.LOG_SOFTMAX,
-    Declaration(
-        "log_softmax",
-        operands=(Operand("logits"),),
-        results=(Result(dtype="out_dtype", overwrites="logits"), *_SUMS),
-        flags={"out_dtype": None},
-        formula=reference.log_softmax,
-        gradient=reference.log_softmax_gradient,
-    ),
+    "log_softmax",
+    operands=(Operand("logits"),),
+    results=(Result(dtype="out_dtype", overwrites="logits"), *_SUMS),
+    flags={"out_dtype": None},
+    formula=reference.log_softmax,
+    gradient=reference.log_softmax_gradient,
 )
 _LOGSUMEXP = _Operation(
     DeclaredOf.LOGSUMEXP,
-    Declaration(
-        "logsumexp",
-        operands=(Operand("logits"),),
-        results=(Result(role=Role.NUMBERS, wide=True), *_SUMS),
-        formula=reference.logsumexp,
-        gradient=reference.logsumexp_gradient,
-    ),
+    "logsumexp",
+    operands=(Operand("logits"),),
+    results=(Result(role=Role.NUMBERS, wide=True), *_SUMS),
+    formula=reference.logsumexp,
+    gradient=reference.logsumexp_gradient,
 )
 _SELECTED = _Operation(
     DeclaredOf.SELECTED,
-    Declaration(
-        "selected_log_prob",
-        results=(_LOG_PROB, *_SUMS),
-        formula=_selected,
-        gradient=_selected_gradient,
-        check=_check_softcap,
-        **_SELECTING,
-    ),
+    "selected_log_prob",
+    results=(_LOG_PROB, *_SUMS),
+    formula=_selected,
+    gradient=_selected_gradient,
+    **_SELECTING,
 )
 _WITH_ENTROPY = _Operation(
     DeclaredOf.SELECTED_AND_ENTROPY,
-    Declaration(
-        "selected_log_prob_and_entropy",
-        results=(
-            _LOG_PROB,
-            Result("entropy_out", Role.NUMBERS, wide=True),
-            *_SUMS,
-            Result("entropy", Role.NUMBERS, kept=True),
-        ),
-        formula=_with_entropy,
-        gradient=_with_entropy_gradient,
-        check=_check_softcap,
-        **_SELECTING,
+    "selected_log_prob_and_entropy",
+    results=(
+        _LOG_PROB,
+        Result("entropy_out", Role.NUMBERS, wide=True, copy_of="entropy"),
+        *_SUMS,
+        Result("entropy", Role.NUMBERS, kept=True),
     ),
+    formula=_with_entropy,
+    gradient=_with_entropy_gradient,
+    **_SELECTING,
 )
 
 

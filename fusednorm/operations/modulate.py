@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from fusednorm.calls import must_be_seen
 from fusednorm.calls.checks import check_dense
 from fusednorm.calls.fast_path import Entry
 from fusednorm.declare.declaration import Declaration, Operand, Result, Role
-from fusednorm.operations.front_door import Operation, dtype_of
+from fusednorm.operations.front_door import Operation
 from fusednorm.reference import modulation
 
 #: As C takes a call without an output, of the operator too.
 _TAKEN = "y scale shift round_steps out_dtype"
 
-_MODULATE = Operation(
+
+class _Modulate(Operation):
+    def prepared(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """See :class:`Operation`; of scale and shift also with dimensions of one element."""
+        y, scale, shift = arguments["y"], arguments["scale"], arguments["shift"]
+        if isinstance(y, Tensor) and isinstance(scale, Tensor) and isinstance(shift, Tensor):
+            check_dense("y", y)
+            check_dense("scale", scale)
+            check_dense("shift", shift)
+            arguments |= {"scale": _of_samples(scale, y), "shift": _of_samples(shift, y)}
+        return super().prepared(arguments)
+
+
+_MODULATE = _Modulate(
     Declaration(
         "modulate",
         operands=(Operand("y"), Operand("scale", Role.SAMPLES), Operand("shift", Role.SAMPLES)),
@@ -32,18 +44,7 @@ _MODULATE = Operation(
     fast=Entry("modulate", _TAKEN).open(),
     fast_gradient=Entry("modulate_backward", "d y scale shift round_steps needs").open(),
 )
-
-
-def _record(y: Tensor, scale: Tensor, shift: Tensor, round_steps: bool, out_dtype: Any, out: Tensor | None) -> Any:
-    """The result for plain operands that C has read, where gradients are recorded; or None."""
-    if out is not None or must_be_seen.transforms_active():
-        return None
-    if out_dtype is not None:  # C has not looked at it yet
-        _MODULATE.declaration.checked_flags((y, scale, shift), {"out_dtype": out_dtype})
-    return cast(Any, _MODULATE.recorded).record(y, _of_samples(scale, y), _of_samples(shift, y), round_steps, out_dtype)
-
-
-_on_fast_path = Entry("modulate", f"{_TAKEN} out").open(recorded=_record)
+_on_fast_path = _MODULATE.open(Entry("modulate", f"{_TAKEN} out"))
 
 
 @_MODULATE.public
@@ -80,12 +81,6 @@ def modulate(
         found: Tensor | None = _on_fast_path(y, scale, shift, round_steps, out_dtype, out)
         if found is not None:
             return found
-    if isinstance(y, Tensor) and isinstance(scale, Tensor) and isinstance(shift, Tensor):
-        check_dense("y", y)
-        check_dense("scale", scale)
-        check_dense("shift", shift)
-        scale, shift = _of_samples(scale, y), _of_samples(shift, y)
-    out_dtype = dtype_of(out, out_dtype, y, "y")
     return _MODULATE("modulate", y=y, scale=scale, shift=shift, round_steps=round_steps, out=out, out_dtype=out_dtype)
 
 

@@ -357,23 +357,30 @@ def _composed(call: NormCall) -> tuple[Any, Any]:
             assert residual is not None
             total = steps.add(rows, residual, residual_dtype or residual.dtype)
     elif x_scale != 1.0:
-        scaled = call._replace(x=steps.SCALE.with_gradients(x, x_scale), x_scale=1.0, inner=True)
+        scaled = call._replace(x=steps.SCALE.with_gradients(x=x, factor=x_scale), x_scale=1.0, inner=True)
         return beyond_fast_path(scaled)
     else:
         flags = Flags(eps, 0.0, round_sum, False, wide, residual_dtype)
         found: Any = beyond_fast_path(NormCall(function, x, residual, None, flags, inner=True))
         rows, total = (found, None) if residual is None else found
-        y = steps.AFFINE.with_gradients(rows, weight, bias, weight_offset, x.dtype if round_norm else None, out_dtype)
+        y = steps.AFFINE.with_gradients(
+            n=rows,
+            weight=weight,
+            bias=bias,
+            weight_offset=weight_offset,
+            rounded_to=x.dtype if round_norm else None,
+            out_dtype=out_dtype,
+        )
     return dtensor_bridge.written(out, y), dtensor_bridge.written(residual_out, total)
 
 
 def _transformed(call: NormCall) -> tuple[Tensor, Any]:
     """Both outputs of a norm alone under ``torch.func`` or forward-mode differentiation; given ones take a copy."""
-    operator, arguments = _operator_of(call._replace(flags=rounded_flags(call.flags, call.x)))
-    apply: Any = operator.recorded.apply
+    operator, operands, flags = _operator_of(call._replace(flags=rounded_flags(call.flags, call.x)))
+    record: Any = operator.record
     if "torch._dynamo" in sys.modules:  # else it would try to compile what it finds below a call that it left alone
-        apply = torch.compiler.disable(apply)  # type: ignore[no-untyped-call]
-    y, *others = apply(*arguments)
+        record = torch.compiler.disable(record)  # type: ignore[no-untyped-call]
+    y, *others = record(operands, flags)
     total: Any = None if call.residual is None else others[0]
     for name, given, new in (("out", call.out, y), ("residual_out", call.residual_out, total)):
         if given is not None and given.dtype != new.dtype:
@@ -384,15 +391,15 @@ def _transformed(call: NormCall) -> tuple[Tensor, Any]:
     return dtensor_bridge.written(call.out, y), dtensor_bridge.written(call.residual_out, total)
 
 
-def _operator_of(call: NormCall) -> tuple[Operator, tuple[Any, ...]]:
-    """The operator of a norm alone, and its arguments."""
-    flags, center = call.flags, call.flags.center
-    numbers = (flags.eps, flags.weight_offset, flags.round_sum, flags.round_norm, flags.out_dtype)
-    affine = (call.weight, call.bias) if center else (call.weight,)
+def _operator_of(call: NormCall) -> tuple[Operator, dict[str, Any], dict[str, Any]]:
+    """The operator of a norm alone, its operands and its flags."""
+    center = call.flags.center
     if call.residual is None:
-        return LAYER_NORM if center else RMS_NORM, (call.x, *affine, *numbers)
-    operator = FUSED_ADD_LAYER_NORM if center else FUSED_ADD_RMS_NORM
-    return operator, (call.x, call.residual, *affine, *numbers, flags.residual_dtype)
+        operator = LAYER_NORM if center else RMS_NORM
+    else:
+        operator = FUSED_ADD_LAYER_NORM if center else FUSED_ADD_RMS_NORM
+    operands = {name: getattr(call, name) for name in operator.plan.operands}
+    return operator, operands, {flag: getattr(call.flags, flag) for flag in operator.declaration.flags}
 
 
 def _dispatched(call: NormCall, compiling: bool) -> tuple[Tensor, Any]:
@@ -402,8 +409,8 @@ def _dispatched(call: NormCall, compiling: bool) -> tuple[Tensor, Any]:
         if not compiling and isinstance(tensor, Tensor) and tensor.is_nested:
             refuse_nested(called)  # it would override our operation, and not know it
     if out is None and residual_out is None:
-        operator, arguments = _operator_of(call)
-        y, *others = operator.dispatched(*arguments)
+        operator, operands, asked = _operator_of(call)
+        y, *others = operator.dispatched(operands, asked)
         return y, None if residual is None else others[0]
     check_flags(flags, x, residual, out, residual_out)
     if out is None and residual_out is not None:
@@ -416,8 +423,8 @@ def _dispatched(call: NormCall, compiling: bool) -> tuple[Tensor, Any]:
     ops = dtensor_bridge.operations(x, residual, weight, out, residual_out)
     numbers = (flags.eps, flags.weight_offset, flags.round_sum, flags.round_norm)
     if function.__name__.endswith("_"):
-        operands = [x, *[residual] * (residual is not None), weight, *[bias] * flags.center]
-        getattr(ops, function.__name__)(*operands, *numbers)
+        given = [x, *[residual] * (residual is not None), weight, *[bias] * flags.center]
+        getattr(ops, function.__name__)(*given, *numbers)
     else:
         of_center = (True, bias) if flags.center else ()
         ops.into(x, residual, weight, out, residual_out, *numbers, *of_center)

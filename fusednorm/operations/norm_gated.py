@@ -197,7 +197,12 @@ def composed(x: Tensor, gate: Tensor, weight: Tensor | None, how: GatedNorm) -> 
         return _normed(h, weight, how, x.dtype)
     # Rounded to x's dtype, and not to that of h.
     n = _normed(h, None, how._replace(weight_offset=0.0, round_norm=False), wide)
-    return cast(Tensor, steps.AFFINE.with_gradients(n, weight, None, how.weight_offset, x.dtype, x.dtype))
+    return cast(
+        Tensor,
+        steps.AFFINE.with_gradients(
+            n=n, weight=weight, bias=None, weight_offset=how.weight_offset, rounded_to=x.dtype, out_dtype=x.dtype
+        ),
+    )
 
 
 def _normed(x: Tensor, weight: Tensor | None, how: GatedNorm, dtype: torch.dtype | None) -> Tensor:

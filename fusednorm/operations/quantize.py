@@ -29,6 +29,7 @@ from fusednorm.calls.must_be_seen import Listener
 from fusednorm.calls.quantization import Quantization, computed_by, groups_of, is_given, scales_of
 from fusednorm.engine import execute
 from fusednorm.engine.execute import Quantizing
+from fusednorm.engine.run import as_new
 from fusednorm.operations.functions import relu2
 from fusednorm.operations.gate import STEPS, checked_operands, silu_and_mul_checked
 from fusednorm.operations.layer_norm import fused_add_layer_norm, layer_norm
@@ -36,7 +37,6 @@ from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
 from fusednorm.reference import norm as reference
 from fusednorm.reference import quantizer
 from fusednorm.torch_ops import dtensor_bridge
-from fusednorm.torch_ops.operator import as_new
 
 _quantize = Entry("quantizer", "x packed scale zero_point out scale_out zero_point_out").open()
 _and_mul = Entry("gate", f"x z between {STEPS}", constants={"order": AND_MUL, "activation": "silu"}).open()

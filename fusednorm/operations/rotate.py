@@ -299,7 +299,9 @@ def composed(heads: Sequence[Head], tables: Tables, how: Rotation) -> Sequence[T
             y = rms_norm(x, weight, norm.eps, **cast(Any, flags))
         if rows is not None:
             products = None if how.products is None else y.dtype
-            y = steps.ROTATE.with_gradients(y, *rows, how.interleaved, products, x.dtype)
+            y = steps.ROTATE.with_gradients(
+                x=y, cos=rows[0], sin=rows[1], interleaved=how.interleaved, rounded_to=products, dtype=x.dtype
+            )
         found.append(y)
     return found
 

@@ -403,7 +403,16 @@ def _factors(
 
 
 def gated(
-    y: Tensor | None, z: Tensor, activation: str, between: torch.dtype | None, out_dtype: torch.dtype, *steps: Any
+    y: Tensor | None,
+    z: Tensor,
+    activation: str,
+    between: torch.dtype | None,
+    out_dtype: torch.dtype,
+    limit: float = 0.0,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
+    clamp: str = "before",
+    round_steps: bool = False,
 ) -> Tensor:
     """y times the gate z, [..., N], as the specification writes it; without y, the function of z.
 
@@ -413,9 +422,14 @@ def gated(
         activation: the gate's function, of :data:`ACTIVATIONS`; or without y "softcap".
         between: the dtype that the gate is rounded to before it is multiplied, or None.
         out_dtype: the dtype of the result.
-        steps: those of :class:`fusednorm.calls.call.GateSteps`.
+        limit: as in :class:`fusednorm.calls.call.GateSteps`.
+        alpha: the same.
+        up_offset: the same.
+        clamp: the same.
+        round_steps: the same.
     """
-    of = _factors(y, z, activation, between, GateSteps(*steps), derived=False)
+    steps = GateSteps(limit, alpha, up_offset, clamp, round_steps)
+    of = _factors(y, z, activation, between, steps, derived=False)
     return rounded(of.a if of.u is None else of.u * of.a, out_dtype)
 
 
@@ -425,12 +439,12 @@ def gate_gradients(
     z: Tensor,
     activation: str,
     between: torch.dtype | None,
-    limit: float,
-    alpha: float,
-    up_offset: float,
-    clamp: str,
-    round_steps: bool,
-    needs: tuple[bool, bool],
+    limit: float = 0.0,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
+    clamp: str = "before",
+    round_steps: bool = False,
+    needs: Sequence[bool] = (True, True),
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of y and z of :func:`gated`, as far as they are needed; d is the result's."""
     steps = GateSteps(limit, alpha, up_offset, clamp, round_steps)

@@ -77,16 +77,18 @@ def of_parts(
     return fusednorm.torch_ops.parts_of_rows.of_parts(cast(Any, x), residual, weight, bias, flags)  # type: ignore[no-any-return]
 
 
-def of_parts_of_logits(operator: Any, arguments: Sequence[Any]) -> tuple[Tensor, ...] | None:
+def of_parts_of_logits(
+    operator: Any, operands: Mapping[str, Any], flags: Mapping[str, Any]
+) -> tuple[Tensor, ...] | None:
     """All results of a declared operation with log-probabilities, of DTensors whose rows lie in parts.
 
     None for other tensors, and where it moves fewer bytes to join the rows.
     """
-    if not all(map(_is_dtensor, [t for t in arguments[: operator.count] if t is not None])):
+    if not all(map(_is_dtensor, [t for t in operands.values() if t is not None])):
         return None
     import fusednorm.torch_ops.parts_of_logits
 
-    return fusednorm.torch_ops.parts_of_logits.of_parts(operator, arguments)
+    return fusednorm.torch_ops.parts_of_logits.of_parts(operator, operands, flags)
 
 
 def parts_of_groups(rows: Tensor, groups: int) -> Tensor:

@@ -1,9 +1,9 @@
-"""Declared operations as torch knows them: an operator, an operator for its gradients, and a function of autograd."""
+"""A declared operation as torch knows it: an operator, an operator for its gradients, and a function of autograd."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -11,12 +11,12 @@ from torch import Tensor
 
 from fusednorm.calls import must_be_seen
 from fusednorm.calls.arithmetic import exact
-from fusednorm.calls.c_enums import DeclaredOf
-from fusednorm.calls.checks import check_needs
 from fusednorm.calls.fast_path import nothing
 from fusednorm.calls.forward_mode import outer_levels, primals
-from fusednorm.declare.declaration import Declaration, Result, Role
-from fusednorm.engine.run import Kernel
+from fusednorm.declare.declaration import Declaration, Role
+from fusednorm.declare.plan import Flags, New, Operands, Plan
+from fusednorm.engine import run as engine
+from fusednorm.engine.run import as_new
 from fusednorm.torch_ops import dtensor_bridge
 from fusednorm.torch_ops.registered import register
 
@@ -29,10 +29,11 @@ class Operator:
 
     Args:
         declaration: the operation.
-        run: computes the results for checked operands in memory, as the formula does; by default a backend that has the
-            operation in one call, or the formula.
-        run_gradient: the same for its gradient.
-        fast: the results of a call that the fast path takes, else None; without checks.
+        run: (operands, flags) -> the results for checked operands in memory, as new tensors, as the formula makes them;
+            by default a backend that has the operation in one call, or the formula.
+        run_gradient: (the gradient's arguments but needs, by name, and needs) -> the gradients, in the same way.
+        fast: the results of a call that the fast path takes, else None; without checks. It takes an operator's
+            arguments.
         fast_gradient: the same for its gradient.
     """
 
@@ -44,160 +45,179 @@ class Operator:
         fast: Callable[..., Any] | None = None,
         fast_gradient: Callable[..., Any] | None = None,
     ) -> None:
-        self.declaration, kernel, name = declaration, Kernel(declaration), declaration.name
-        kernels = [of.name.lower() for of in DeclaredOf]
-        self.run = run or (kernel.run if name in kernels else declaration.formula)
-        self.run_gradient = run_gradient or (
-            kernel.run_gradient if f"{name}_backward" in kernels else declaration.gradient
-        )
-        self.gradient_flags = [] if declaration.gradient is None else declaration.gradient_flags
-        #: The number of operands; the arguments after them are flags.
+        self.declaration, self.plan = declaration, Plan(declaration)
+        self.run = run or self._run
+        self.run_gradient = run_gradient or self._run_gradient
+        self.fast, self.fast_gradient = fast or nothing, fast_gradient or nothing
+        #: The number of operands.
         self.count = len(declaration.operands)
         #: The operands that gradients take.
-        self.taken = slice(0 if declaration.transposed is None else 1, self.count)
-        self.fast, self.fast_gradient = fast or nothing, fast_gradient or nothing
+        self.taken = self.plan.operands[0 if declaration.transposed is None else 1 :]
         self.recorded = _recorded(self)
         gradients = None
         if self.differentiable:
-            gradients = (lambda ctx, *incoming: self.gradients(ctx, incoming, through_dispatcher=True), self.keep)
+            gradients = (self._gradients_of_operator, self._keep_of_operator)
+        name = declaration.name
         if declaration.gradient is not None:
-            backward = (declaration.backward_schema, self._backward, self._fake_backward)
+            backward = (self.plan.backward_schema, self._backward, self._fake_backward)
             register(f"{name}_backward", *backward, fast=fast_gradient)
-        register(name, declaration.schema, self._forward, self._fake, gradients, fast)
+        register(name, self.plan.schema, self._forward, self._fake, gradients, fast)
         DECLARED[name] = self
         if (sharding := sys.modules.get("fusednorm.torch_ops.sharding")) is not None:
-            sharding.register_declared(declaration)
+            sharding.register_declared(self.plan)
 
     @property
     def differentiable(self) -> bool:
         """Whether it has gradients."""
         return self.declaration.gradient is not None or self.declaration.transposed is not None
 
-    def dispatched(self, *arguments: Any) -> tuple[Tensor, ...]:
+    def _run(self, operands: Operands, flags: Flags) -> tuple[Tensor, ...]:
+        return engine.forward(self.plan, operands, flags)
+
+    def _run_gradient(self, given: Mapping[str, Any], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+        return engine.backward(self.plan, given, needs)
+
+    def dispatched(self, operands: Operands, flags: Flags) -> tuple[Tensor, ...]:
         """The results as new tensors, through torch's dispatcher."""
-        found = getattr(dtensor_bridge.operations(*arguments[: self.count]), self.declaration.name)(*arguments)
+        operator = getattr(dtensor_bridge.operations(*operands.values()), self.declaration.name)
+        found = operator(*self.plan.arguments(operands, flags))
         return found if isinstance(found, tuple) else (found,)
 
-    def with_gradients(self, *arguments: Any) -> Any:
+    def record(self, operands: Operands, flags: Flags) -> Any:
+        """The results, one or a tuple, for checked operands, whose gradients are recorded."""
+        return cast(Any, self.recorded).apply(*operands.values(), flags)
+
+    def with_gradients(self, **arguments: Any) -> Any:
         """The results, one or a tuple, for operands that have been checked: through torch's dispatcher if it must."""
-        if must_be_seen.seen(*arguments[: self.count]):
-            return _one_or_more(self.dispatched(*arguments))
-        return cast(Any, self.recorded).apply(*arguments)
+        operands = {name: arguments[name] for name in self.plan.operands}
+        flags = {flag: arguments.get(flag, default) for flag, default in self.declaration.defaults.items()}
+        if must_be_seen.seen(*operands.values()):
+            return _one_or_more(self.dispatched(operands, flags))
+        return self.record(operands, flags)
+
+    # The operators. Torch calls these with positions.
 
     def _forward(self, *arguments: Any) -> Any:
-        operands = arguments[: self.count]
-        flags = self.declaration.checked(operands, arguments[self.count :], in_memory=True)
-        return _one_or_more(as_new(self.run(*operands, *flags), operands))
+        operands, given = self.plan.bound(arguments)
+        return _one_or_more(self.run(operands, self.plan.check(operands, given, in_memory=True)))
 
     def _fake(self, *arguments: Any) -> Any:
-        declaration, operands = self.declaration, arguments[: self.count]
-        flags = declaration.checked(operands, arguments[self.count :], in_memory=False)
-        return _one_or_more(tuple(_zeros(declaration, declaration.results, operands, flags)))
-
-    def _split(self, arguments: Sequence[Any], in_memory: bool) -> tuple[list[Any], list[Any], Sequence[Any]]:
-        """The operands, the flags and the needs of the gradients' operator, which are checked."""
-        declaration, needs = self.declaration, arguments[-1]
-        tensors = dict(zip(declaration.backward_tensors, arguments, strict=False))
-        operands = {operand.name: tensors[operand.name] for operand in declaration.operands}
-        check_needs(needs, tuple(operand.name for operand in declaration.with_gradient))
-        declaration.check_tensors({**operands, **tensors}, in_memory)
-        given = dict(zip(declaration.gradient_flags, arguments[len(declaration.backward_tensors) : -1], strict=True))
-        flags = declaration.checked_flags([*operands.values()], given)
-        return [*operands.values()], [*flags], needs
+        operands, given = self.plan.bound(arguments)
+        flags = self.plan.check(operands, given, in_memory=False)
+        return _one_or_more(_zeros(operands[self.plan.rows], self.plan.results(operands, flags)))
 
     def _backward(self, *arguments: Any) -> Any:
-        operands, flags, needs = self._split(arguments, in_memory=True)
-        given = arguments[: len(self.declaration.backward_tensors)]
-        found = cast(Any, self.run_gradient)(*given, *flags, needs)
-        nothing = operands[0].new_empty
-        return _one_or_more(as_new(tuple(nothing(0) if t is None else t for t in found), given))
+        given, needs = self.plan.bound_backward(arguments)
+        operands, given = self.plan.check_backward(given, needs, in_memory=True)
+        found = self.run_gradient(given, needs)
+        nothing = operands[self.plan.rows].new_empty
+        tensors = [given[name] for name in self.declaration.backward_tensors]
+        return _one_or_more(as_new(tuple(nothing(0) if t is None else t for t in found), tensors))
 
     def _fake_backward(self, *arguments: Any) -> Any:
-        operands, _, needs = self._split(arguments, in_memory=False)
-        those = [operands[place] for place in self.declaration.places]
-        pairs = zip(those, needs, strict=True)
-        found = [(t, t.shape) if need and t is not None else (operands[0], [0]) for t, need in pairs]
+        given, needs = self.plan.bound_backward(arguments)
+        operands, _ = self.plan.check_backward(given, needs, in_memory=False)
+        pairs = zip([operands[name] for name in self.plan.with_gradient], needs, strict=True)
+        found = [(t, t.shape) if need and t is not None else (operands[self.plan.rows], [0]) for t, need in pairs]
         return _one_or_more(tuple(like.new_empty(shape) for like, shape in found))
 
-    def keep(self, ctx: Any, inputs: tuple[Any, ...], output: Any, through_dispatcher: bool = True) -> None:
+    def _keep_of_operator(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        operands, flags = self.plan.bound(inputs)
+        self.keep(ctx, operands, flags, _several(output))
+
+    def _gradients_of_operator(self, ctx: Any, *incoming: Any) -> tuple[Tensor | None, ...]:
+        found = self.gradients(ctx, incoming, through_dispatcher=True)
+        return *found, *[None] * len(self.declaration.flags)
+
+    # Gradients.
+
+    def keep(
+        self, ctx: Any, operands: Operands, flags: Flags, results: Sequence[Any], through_dispatcher: bool = True
+    ) -> None:
         """Keeps operands, and the results that are kept."""
-        results = output if isinstance(output, tuple) else (output,)
         kept = results[len(self.declaration.returned) :]
-        ctx.save_for_backward(*inputs[self.taken], *kept)
-        ctx.flags, ctx.dtype = inputs[self.count :], inputs[0].dtype
-        asked = self.declaration.named(ctx.flags)
-        ctx.gradient_flags = [asked[flag] for flag in self.gradient_flags]
+        ctx.save_for_backward(*[operands[name] for name in self.taken], *kept)
+        ctx.flags, ctx.dtype = flags, cast(Any, operands[self.plan.rows]).dtype
         ctx.mark_non_differentiable(*kept)
         ctx.set_materialize_grads(False)  # torch would make plain zeros for a DTensor
 
     def gradients(self, ctx: Any, incoming: Sequence[Tensor], through_dispatcher: bool) -> tuple[Tensor | None, ...]:
-        """A gradient or None for each argument."""
-        declaration = self.declaration
+        """A gradient or None for each operand."""
+        declaration, plan = self.declaration, self.plan
         incoming, saved = incoming[: len(declaration.returned)], ctx.saved_tensors  # a checkpoint lets it be asked once
+        operands, flags = dict(zip(self.taken, saved, strict=False)), ctx.flags
         if declaration.transposed is not None:
+            none = (None,) * (self.count - 1)
             if incoming[0] is None:
-                return (None,) * (self.count + len(ctx.flags))
+                return None, *none
             dtensor_bridge.check_kept(incoming, saved)
-            arguments = (*incoming, *declaration.transposed(ctx.dtype, *saved, *ctx.flags))
-            found = self.dispatched(*arguments)[0] if through_dispatcher else self.with_gradients(*arguments)
-            return found, *[None] * (len(arguments) - 1)
-        operands, kept = saved[: self.count], saved[self.count :]
-        incoming = self.every(incoming, operands, ctx.flags)
-        needs = [ctx.needs_input_grad[place] for place in declaration.places]
-        flags = ctx.gradient_flags
+            others, flags = declaration.transposed(ctx.dtype, operands, flags)
+            taken = {plan.rows: incoming[0], **others}
+            found = self.dispatched(taken, flags)[0] if through_dispatcher else self.with_gradients(**taken, **flags)
+            return found, *none
+        kept = dict(zip([result.name for result in declaration.kept], saved[self.count :], strict=True))
+        of_results = dict(zip(declaration.incoming, self.every(incoming, operands, flags), strict=True))
+        needs = [ctx.needs_input_grad[place] for place in plan.places]
+        given = {**of_results, **operands, **kept, **{flag: flags[flag] for flag in plan.gradient_flags}}
         if must_be_seen.differentiated_again():
-            dtensor_bridge.check_kept(incoming, operands)
-            found = self._again(incoming, operands, ctx.flags, flags, needs)
-        elif (one := self.fast_gradient(*incoming, *operands, *kept, *flags, needs)) is not None:
-            found = one if isinstance(one, tuple) else (one,)
-        elif through_dispatcher or must_be_seen.below(*incoming, *operands):
-            ops = dtensor_bridge.operations(*incoming, *operands)
-            found = getattr(ops, f"{declaration.name}_backward")(*incoming, *operands, *kept, *flags, needs)
-            found = found if isinstance(found, tuple) else (found,)
+            dtensor_bridge.check_kept([*of_results.values()], saved[: self.count])
+            found = self._again(of_results, operands, flags, needs)
+        elif (one := self.fast_gradient(*given.values(), needs)) is not None:
+            found = _several(one)
+        elif through_dispatcher or must_be_seen.below(*of_results.values(), *operands.values()):
+            ops = dtensor_bridge.operations(*of_results.values(), *operands.values())
+            found = _several(getattr(ops, f"{declaration.name}_backward")(*given.values(), needs))
         else:
-            dtensor_bridge.check_kept(incoming, (*operands, *kept))
-            found = cast(Any, self.run_gradient)(*incoming, *operands, *kept, *flags, needs)
-        gradients: list[Tensor | None] = [None] * (self.count + len(ctx.flags))
-        for place, need, gradient in zip(declaration.places, needs, found, strict=True):
+            dtensor_bridge.check_kept([*of_results.values()], saved)
+            found = self.run_gradient(given, needs)
+        gradients: list[Tensor | None] = [None] * self.count
+        for place, need, gradient in zip(plan.places, needs, found, strict=True):
             gradients[place] = gradient if need else None
         return tuple(gradients)
 
-    def every(
-        self, incoming: Sequence[Tensor | None], operands: Sequence[Tensor | None], flags: Sequence[Any]
-    ) -> list[Tensor]:
+    def every(self, incoming: Sequence[Tensor | None], operands: Operands, flags: Flags) -> list[Tensor]:
         """The incoming gradients of the results that are returned, with zeros where there are none."""
-        returned = self.declaration.returned
-        given = incoming[: len(returned)]
+        given = incoming[: len(self.declaration.returned)]
         if all(d is not None for d in given):
             return [*cast(Any, given)]
-        zeros = _zeros(self.declaration, returned, operands, flags)
+        zeros = self.zeros(operands, flags)
         return [zero if d is None else d for d, zero in zip(given, zeros, strict=True)]
 
+    def zeros(self, operands: Operands, flags: Flags) -> tuple[Tensor, ...]:
+        """Tensors like the results that are returned."""
+        results = self.plan.results(operands, flags)[: len(self.declaration.returned)]
+        return _zeros(cast(Tensor, operands[self.plan.rows]), results)
+
     def _again(
-        self,
-        incoming: Sequence[Tensor],
-        operands: Sequence[Tensor | None],
-        flags: Sequence[Any],
-        gradient_flags: Sequence[Any],
-        needs: list[bool],
+        self, incoming: Operands, operands: Operands, flags: Flags, needs: list[bool]
     ) -> tuple[Tensor | None, ...]:
         """The gradients by the formula, which can be differentiated; kept results are made again with derivatives."""
-        declaration, first = self.declaration, len(incoming)
+        declaration, plan = self.declaration, self.plan
+        names, first = (*incoming, *operands), len(incoming)
 
-        def formula(*given: Any) -> tuple[Tensor | None, ...]:
-            again = given[first:]
-            kept = declaration.formula(*again, *flags)[len(declaration.returned) :] if declaration.kept else ()
-            return cast(Any, declaration.gradient)(*given[:first], *again, *kept, *gradient_flags, needs)  # type: ignore[no-any-return]
+        def formula(*tensors: Any) -> tuple[Tensor | None, ...]:
+            return self.by_formula(dict(zip(names, tensors, strict=True)), flags, needs)
 
         roles = [operand.role for operand in declaration.operands]
         whole = [first + place for place, role in enumerate(roles) if role is Role.WEIGHT]
-        sums = {result: first + place for result, place in enumerate(declaration.places)}
-        return dtensor_bridge.on_rows(formula, (*incoming, *operands), whole, sums, declaration.joined_of(operands))
+        sums = {result: first + place for result, place in enumerate(plan.places)}
+        tensors = (*incoming.values(), *operands.values())
+        return dtensor_bridge.on_rows(formula, tensors, whole, sums, plan.joined_of(operands))
+
+    def by_formula(self, tensors: Mapping[str, Any], flags: Flags, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+        """The gradients for incoming gradients and operands; kept results are made again, with derivatives."""
+        declaration = self.declaration
+        operands, kept = {name: tensors[name] for name in self.plan.operands}, dict[str, Any]()
+        if declaration.kept:
+            made = declaration.formula(**operands, **flags)[len(declaration.returned) :]
+            kept = dict(zip([result.name for result in declaration.kept], made, strict=True))
+        asked = {flag: flags[flag] for flag in self.plan.gradient_flags}
+        return cast(Any, declaration.gradient)(**tensors, **kept, **asked, needs=needs)  # type: ignore[no-any-return]
 
 
 def _recorded(operator: Operator) -> type[torch.autograd.Function]:
-    """(*operands, *flags) -> results, with gradients, tangents and batches."""
-    declaration = operator.declaration
+    """(*operands, flags) -> results, with gradients, tangents and batches."""
+    declaration, names = operator.declaration, operator.plan.operands
 
     class Differentiable(torch.autograd.Function):
         @classmethod
@@ -207,21 +227,24 @@ def _recorded(operator: Operator) -> type[torch.autograd.Function]:
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            operator.keep(ctx, inputs, output, through_dispatcher=False)
-            ctx.save_for_forward(*inputs[operator.taken])
-            ctx.arguments = inputs[operator.count :]
+            *tensors, flags = inputs
+            operands = dict(zip(names, tensors, strict=True))
+            operator.keep(ctx, operands, flags, _several(output), through_dispatcher=False)
+            ctx.save_for_forward(*[operands[name] for name in operator.taken])
 
         @staticmethod
         @exact
         def backward(ctx: Any, *incoming: Any) -> tuple[Tensor | None, ...]:
-            return operator.gradients(ctx, incoming, through_dispatcher=False)
+            return *operator.gradients(ctx, incoming, through_dispatcher=False), None
 
         @staticmethod
         def jvp(ctx: Any, *tangents: Any) -> Any:
             with outer_levels():
+                operands = dict(zip(operator.taken, primals(ctx), strict=True))
                 if declaration.transposed is not None:
-                    return operator.with_gradients(tangents[0], *primals(ctx), *ctx.arguments)
-                return _one_or_more(_tangents(operator, primals(ctx), ctx.arguments, tangents))
+                    return operator.with_gradients(**{names[0]: tangents[0], **operands, **ctx.flags})
+                given = dict(zip(names, tangents, strict=False))
+                return _one_or_more(_tangents(operator, operands, ctx.flags, given))
 
     class OfFormula(Differentiable):
         """By the formula, which torch maps over batches of weights."""
@@ -231,7 +254,9 @@ def _recorded(operator: Operator) -> type[torch.autograd.Function]:
         @staticmethod
         @exact
         def forward(*arguments: Any) -> Any:
-            return _one_or_more(as_new(declaration.formula(*arguments), arguments[: operator.count]))
+            *operands, flags = arguments
+            found = declaration.formula(**dict(zip(names, operands, strict=True)), **flags)
+            return _one_or_more(as_new(found, operands))
 
     class Recorded(Differentiable):
         """Where gradients are recorded or a transform of ``torch.func`` is active."""
@@ -239,18 +264,20 @@ def _recorded(operator: Operator) -> type[torch.autograd.Function]:
         @staticmethod
         @exact
         def forward(*arguments: Any) -> Any:
-            if (found := operator.fast(*arguments)) is not None:
+            *tensors, flags = arguments
+            if (found := operator.fast(*tensors, *flags.values())) is not None:
                 return found
-            operands = arguments[: operator.count]
-            if must_be_seen.below(*operands):
-                return _one_or_more(operator.dispatched(*arguments))
-            return _one_or_more(as_new(operator.run(*arguments), operands))
+            operands = dict(zip(names, tensors, strict=True))
+            if must_be_seen.below(*tensors):
+                return _one_or_more(operator.dispatched(operands, flags))
+            return _one_or_more(operator.run(operands, flags))
 
         @staticmethod
         def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+            *tensors, flags = arguments
             roles = [operand.role for operand in declaration.operands]
             if any(role is Role.WEIGHT and dim is not None for role, dim in zip(roles, in_dims, strict=False)):
-                found = torch.vmap(OfFormula.apply, in_dims)(*arguments)
+                found = torch.vmap(OfFormula.apply, (*in_dims[:-1], None))(*arguments)
             else:  # a batch of calls is one call with a dimension more
                 rows = [
                     t
@@ -258,9 +285,9 @@ def _recorded(operator: Operator) -> type[torch.autograd.Function]:
                     else t.movedim(dim, 0)
                     if dim is not None
                     else t.expand(info.batch_size, *t.shape)
-                    for t, role, dim in zip(arguments, roles, in_dims, strict=False)
+                    for t, role, dim in zip(tensors, roles, in_dims, strict=False)
                 ]
-                found = Recorded.apply(*rows, *arguments[operator.count :])  # type: ignore[no-untyped-call]
+                found = Recorded.apply(*rows, flags)  # type: ignore[no-untyped-call]
             return found, (0,) * len(found) if isinstance(found, tuple) else 0
 
     for function in (Recorded, OfFormula):
@@ -269,44 +296,32 @@ def _recorded(operator: Operator) -> type[torch.autograd.Function]:
 
 
 def _tangents(
-    operator: Operator, operands: Sequence[Any], flags: Sequence[Any], tangents: Sequence[Any]
+    operator: Operator, operands: Operands, flags: Flags, tangents: Mapping[str, Any]
 ) -> tuple[Tensor | None, ...]:
     """Tangents of the results; by default the transpose of the gradient, which is linear in the incoming gradients."""
     declaration = operator.declaration
     if declaration.tangent is not None:
         found = declaration.tangent(operands, flags, tangents)
         return *found, *[None] * len(declaration.kept)
-    places, asked = declaration.places, declaration.named(flags)
-    gradient_flags = [asked[flag] for flag in operator.gradient_flags]
-    needs = [tangents[place] is not None for place in places]
-    kept = declaration.formula(*operands, *flags)[len(declaration.returned) :] if declaration.kept else ()
+    needs = [tangents[name] is not None for name in operator.plan.with_gradient]
 
     def gradient(*incoming: Tensor) -> tuple[Tensor, ...]:
-        found = cast(Any, declaration.gradient)(*incoming, *operands, *kept, *gradient_flags, needs)
-        return tuple(g for g, need in zip(found, needs, strict=True) if need)
+        of_results = dict(zip(declaration.incoming, incoming, strict=True))
+        found = operator.by_formula({**of_results, **operands}, flags, needs)
+        return tuple(cast(Tensor, g) for g, need in zip(found, needs, strict=True) if need)
 
-    _, transpose = cast(Any, torch.func.vjp)(gradient, *_zeros(declaration, declaration.returned, operands, flags))
-    found = transpose(tuple(t for t in (tangents[place] for place in places) if t is not None))
+    _, transpose = cast(Any, torch.func.vjp)(gradient, *operator.zeros(operands, flags))
+    found = transpose(tuple(t for t in (tangents[name] for name in operator.plan.with_gradient) if t is not None))
     return *found, *[None] * len(declaration.kept)
 
 
-def _zeros(
-    declaration: Declaration, results: Sequence[Result], operands: Sequence[Any], flags: Sequence[Any]
-) -> list[Tensor]:
-    """Tensors like the results."""
-    rows, shape, dtype = operands[0], declaration.shape, declaration.dtype
-    return [rows.new_zeros(shape(result.role, operands), dtype=dtype(result, operands, flags)) for result in results]
+def _zeros(like: Tensor, results: Sequence[New]) -> tuple[Tensor, ...]:
+    return tuple([like.new_zeros(shape, dtype=dtype) for _, shape, dtype in results])
 
 
-def as_new(found: Sequence[Tensor], operands: Sequence[Any]) -> tuple[Tensor, ...]:
-    """Contiguous results, none of which is an operand, another result or a view, to which torch refuses some writes."""
-    before = [id(t) for t in operands]
-    new = []
-    for tensor in found:
-        result = tensor.contiguous()
-        new.append(result.clone() if id(result) in before or result._is_view() else result)
-        before.append(id(new[-1]))
-    return tuple(new)
+def _several(found: Any) -> tuple[Any, ...]:
+    """The results of an operator, which torch has as a tensor alone, or several."""
+    return found if isinstance(found, tuple) else (found,)
 
 
 def _one_or_more(found: tuple[Any, ...]) -> Any:

@@ -6,7 +6,7 @@ subclasses) use them; a plain call does not, because torch's dispatcher would co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -30,12 +30,13 @@ from fusednorm.calls.scalars import number
 from fusednorm.declare.declaration import Declaration, Operand, Result, Role
 from fusednorm.engine import execute
 from fusednorm.engine.choose import request, request_of_backward, use_backend
+from fusednorm.engine.run import as_new
 from fusednorm.reference import norm as reference
 from fusednorm.reference import quantizer
 from fusednorm.torch_ops import steps as _steps  # noqa: F401 - declares them
 from fusednorm.torch_ops.dtensor_bridge import on_rows
 from fusednorm.torch_ops.gradients import backend_of, by_backend, gradients, keep, new_rstd
-from fusednorm.torch_ops.operator import Operator, as_new
+from fusednorm.torch_ops.operator import Operator
 from fusednorm.torch_ops.registered import register
 
 
@@ -185,26 +186,21 @@ class Norm(Operator):
     def __init__(self, name: str, *, added: bool, center: bool) -> None:
         self._added, self._center = added, center
         rows = (Operand("x"), Operand("residual"))[: 1 + added]
-        defaults = Flags._field_defaults
-        self._names = ("eps", "weight_offset", "round_sum", "round_norm", "out_dtype", *["residual_dtype"] * added)
+        names = ("eps", "weight_offset", "round_sum", "round_norm", "out_dtype", *["residual_dtype"] * added)
         declaration = Declaration(
             name,
             operands=(*rows, _WEIGHT, _BIAS) if center else (*rows, _WEIGHT),
             results=(_OUT, _TOTAL, _RSTD) if added else (_OUT, _RSTD),
-            flags={flag: defaults[flag] for flag in self._names},
+            flags={flag: Flags._field_defaults[flag] for flag in names},
             formula=self._formula,
             tangent=self._tangent,
             checks=self._check,
+            kernel=None,
         )
-        super().__init__(declaration, self._run)
+        super().__init__(declaration, self._computed)
         in_place = ", ".join(["Tensor(a!) x", "Tensor(b!) residual"][: 1 + added])
         rest = f"Tensor? weight, {'Tensor? bias, ' * center}{_FLAGS}"
         register(f"{name}_", f"({in_place}, {rest}) -> ()", self._in_place(True), self._in_place(False))
-
-    def _operands(self, given: Sequence[Any]) -> list[Any]:
-        """x, residual, weight and bias, or what belongs to each; None where the operator has none."""
-        x, residual, weight, bias = given[0], None, given[1 + self._added], None
-        return [x, given[1] if self._added else residual, weight, given[2 + self._added] if self._center else bias]
 
     def _results(self, given: Sequence[Any]) -> tuple[Any, ...]:
         """y, the sum and rstd; None where there is no sum."""
@@ -213,27 +209,29 @@ class Norm(Operator):
     def _returned(self, y: Any, total: Any, *others: Any) -> tuple[Any, ...]:
         return (y, total, *others) if self._added else (y, *others)
 
-    def _flags(self, given: Sequence[Any]) -> Flags:
-        return Flags(**dict(zip(self._names, given, strict=False)), center=self._center)
+    def _flags(self, given: Mapping[str, Any]) -> Flags:
+        return Flags(**given, center=self._center)
 
-    def _formula(self, *arguments: Any) -> tuple[Any, ...]:
-        x, residual, weight, bias = self._operands(arguments)
-        flags = self._flags(arguments[self.count :])
+    def _formula(self, x: Tensor, residual: Any = None, weight: Any = None, bias: Any = None, **given: Any) -> Any:
+        flags = self._flags(given)
         total_dtype = None if residual is None else flags.residual_dtype or residual.dtype
         found = reference.outputs_of(x, residual, weight, bias, flags, flags.out_dtype or x.dtype, total_dtype)
         return self._returned(*found)
 
-    def _tangent(self, operands: Sequence[Any], flags: Sequence[Any], tangents: Sequence[Any]) -> tuple[Tensor, ...]:
+    def _tangent(
+        self, operands: Mapping[str, Any], flags: Mapping[str, Any], tangents: Mapping[str, Any]
+    ) -> tuple[Tensor, ...]:
         """Tangents of y and of the sum, whose bits nothing promises; roundings are passed straight through."""
-        x, residual, weight, _ = self._operands(operands)
-        of_x, of_residual, of_weight, of_bias = self._operands(tangents)
+        x, residual, weight = operands["x"], operands.get("residual"), operands["weight"]
+        of_weight, of_bias = tangents["weight"], tangents.get("bias")
         asked, wide = self._flags(flags), accumulator(x.dtype)
         h, total_dtype = x.to(wide), wide
         if residual is not None:
             total_dtype = asked.residual_dtype or residual.dtype
             h = h + residual.to(wide)
             h = h.to(total_dtype).to(wide) if asked.round_sum else h
-        of_h = of_total = sum((t.to(wide) for t in (of_x, of_residual) if t is not None), start=torch.zeros_like(h))
+        of_terms = (tangents["x"], tangents.get("residual"))
+        of_h = of_total = sum((t.to(wide) for t in of_terms if t is not None), start=torch.zeros_like(h))
         if asked.center:
             h, of_h = h - h.mean(-1, keepdim=True), of_h - of_h.mean(-1, keepdim=True)
         rstd = torch.rsqrt(h.square().mean(-1, keepdim=True) + asked.eps)
@@ -247,38 +245,63 @@ class Norm(Operator):
             of_y = of_y + of_bias.to(wide)
         return self._returned(of_y.to(asked.out_dtype or x.dtype), of_total.to(total_dtype))
 
-    def _check(self, operands: Sequence[Any], flags: Sequence[Any], in_memory: bool) -> tuple[Any, ...]:
-        x, residual, weight, bias = self._operands(operands)
+    def _check(self, operands: Mapping[str, Any], flags: Mapping[str, Any], in_memory: bool) -> dict[str, Any]:
+        x, residual, weight = operands["x"], operands.get("residual"), operands["weight"]
         check_operands(x, residual, None if self._center else weight, None, None, in_memory=in_memory)
         if self._center:
-            check_affine(x, weight, bias, in_memory=in_memory)
+            check_affine(x, weight, operands["bias"], in_memory=in_memory)
         found = check_flags(self._flags(flags), x, residual, None, None)
-        return tuple(getattr(found, name) for name in self._names)
+        return {name: getattr(found, name) for name in self.declaration.flags}
 
-    def _run(self, *arguments: Any) -> Any:
-        x, residual, weight, bias = self._operands(arguments)
-        rstd, flags = new_rstd(x), self._flags(arguments[self.count :])
-        of_heads = self._center and getattr(weight, "ndim", 1) == 2
-        found = execute.fast_path_first(x, residual, weight, flags, rstd=rstd, bias=bias, of_heads=of_heads)
+    def _computed(self, operands: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
+        x, weight = operands["x"], operands["weight"]
+        rstd, flags = new_rstd(x), self._flags(given)
+        found = execute.fast_path_first(
+            x,
+            operands.get("residual"),
+            weight,
+            flags,
+            rstd=rstd,
+            bias=operands.get("bias"),
+            of_heads=self._center and getattr(weight, "ndim", 1) == 2,
+        )
         return self._returned(*found, rstd)
 
     def _forward(self, *arguments: Any) -> Any:
-        return self._run(*arguments)  # which checks, where the fast path does not
+        return self._computed(*self.plan.bound(arguments))  # which checks, where the fast path does not
 
     def _in_place(self, in_memory: bool) -> Callable[..., None]:
         def written(*arguments: Any) -> None:
-            x, residual, weight, bias = self._operands(arguments)
-            eps, offset, round_sum, round_norm = arguments[self.count :]
-            given = (x, residual, weight, x, residual)
-            _into(in_memory, *given, eps, offset, round_sum, round_norm, self._center, bias)
+            operands, flags = self.plan.bound(arguments)
+            x, residual = operands["x"], operands.get("residual")
+            _into(
+                in_memory,
+                x,
+                residual,
+                operands["weight"],
+                x,
+                residual,
+                **{name: flags[name] for name in ("eps", "weight_offset", "round_sum", "round_norm")},
+                center=self._center,
+                bias=operands.get("bias"),
+            )
 
         return written
 
-    def keep(self, ctx: Any, inputs: tuple[Any, ...], output: Any, through_dispatcher: bool = True) -> None:
+    def keep(
+        self,
+        ctx: Any,
+        operands: Mapping[str, Any],
+        flags: Mapping[str, Any],
+        results: Sequence[Any],
+        through_dispatcher: bool = True,
+    ) -> None:
         """Keeps the row and rstd; outside of the dispatcher also the backend in force."""
-        x, residual, weight, bias = self._operands(inputs)
-        y, total, rstd = self._results(output)
-        keep(ctx, x, residual, weight, self._flags(inputs[self.count :]), (y, total, rstd), bias)
+        x, residual, weight, bias = operands["x"], *[operands.get(name) for name in _OPERANDS[1:]]
+        y, total, rstd = self._results(results)
+        asked = self._flags(flags)
+        keep(ctx, x, residual, weight, asked, (y, total, rstd), bias)
+        ctx.flags = flags
         # The sum has no gradient where neither x nor the residual needs any. Elsewhere it may have a tangent, of which
         # this context does not know.
         without = total is not None and through_dispatcher and not any(ctx.needs_input_grad[:2])
@@ -287,14 +310,17 @@ class Norm(Operator):
             ctx.backend = backend_of(ctx.operation, weight, bias)
 
     def gradients(self, ctx: Any, incoming: Sequence[Any], through_dispatcher: bool) -> tuple[Tensor | None, ...]:
-        """A gradient or None for each argument."""
+        """A gradient or None for each operand."""
         dy, d_total, _ = self._results(incoming)
-        needs = [bool(need) for need in self._operands(ctx.needs_input_grad)]
+        needed = dict(zip(self.plan.operands, ctx.needs_input_grad, strict=False))
+        needs = [bool(needed.get(name)) for name in _OPERANDS]
         found = gradients(ctx, dy, d_total, needs, None if through_dispatcher else ctx.backend)
-        placed = [g for g, has in zip(found, (True, self._added, True, self._center), strict=True) if has]
-        return *placed, *[None] * (len(ctx.needs_input_grad) - len(placed))
+        named = dict(zip(_OPERANDS, found, strict=True))
+        return tuple(named[name] for name in self.plan.operands)
 
 
+#: All operands of a norm.
+_OPERANDS = ("x", "residual", "weight", "bias")
 _FLAGS = "Scalar eps, float weight_offset, bool round_sum, bool round_norm"
 
 RMS_NORM = Norm("rms_norm", added=False, center=False)

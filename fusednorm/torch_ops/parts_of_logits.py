@@ -6,7 +6,7 @@ one sum. docs/spec.md, section 11, says why the bits are those of whole rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fusednorm.calls import must_be_seen
+from fusednorm.calls.call import Step
 from fusednorm.calls.checks import check_ids
 from fusednorm.declare.declaration import Role
 from fusednorm.engine import log_prob
@@ -116,18 +117,18 @@ def gradient_of(
         by_backend = None
         if logits.shape[-1]:
             by_backend = gradient(
-                backend_of(logits, _PARTS), name, {"d": d, "d_entropy": total}, given, ("logits", "d"), {}, part
+                backend_of(logits, Step(_PARTS)), name, {"d": d, "d_entropy": total}, given, ("logits", "d"), {}, part
             )
         return reference.log_softmax_gradient_of(d, logits, m, s, total) if by_backend is None else by_backend
     if not logits.shape[-1]:
         return torch.empty_like(logits)
     if name == "logsumexp":
-        by_backend = gradient(backend_of(logits, "log_prob_backward"), name, {"d": d}, given, ("logits",), {})
+        by_backend = gradient(backend_of(logits, Step("log_prob_backward")), name, {"d": d}, given, ("logits",), {})
         return reference.logsumexp_gradient(d, logits, m, s, [True])[0] if by_backend is None else by_backend  # type: ignore[return-value]
     d_entropy = incoming[1] if name == _WITH_ENTROPY else None
     of_results = {"d": d, "d_entropy": d_entropy}
     by_backend = gradient(
-        backend_of(logits, _PARTS), "selected", of_results, given, ("logits",), selecting.flags(), part
+        backend_of(logits, Step(_PARTS)), "selected", of_results, given, ("logits",), selecting.flags(), part
     )
     if by_backend is not None:
         return by_backend
@@ -137,21 +138,21 @@ def gradient_of(
 
 
 class _LogProbOfParts(torch.autograd.Function):
-    """(*operands, *flags, the operator, where) -> all results of the operator."""
+    """(*operands, flags, the operator, where) -> all results of the operator."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[DTensor, ...]:
         """By the formula, or by a backend's sums of segments."""
-        *arguments, operator, where = given
-        declaration, logits = operator.declaration, arguments[0]
-        own, selecting = _own(operator, arguments, where)
-        flags = declaration.named(arguments[operator.count :])
+        *tensors, flags, operator, where = given
+        operands = dict(zip(operator.plan.operands, tensors, strict=True))
+        declaration, logits = operator.declaration, operands["logits"]
+        own, selecting = _own(operands, flags, where)
         found = results_of(declaration.name, own, selecting, where, flags.get("out_dtype"))
         results = tuple(
             where.of_rows(t, logits) if result.role is Role.ROWS else where.of_numbers(t, logits)
             for t, result in zip(found, declaration.results, strict=True)
         )
-        operator.keep(ctx, arguments, results)
+        operator.keep(ctx, operands, flags, results)
         ctx.operator, ctx.where = operator, where
         return results
 
@@ -160,38 +161,36 @@ class _LogProbOfParts(torch.autograd.Function):
         """The same; a gradient that is differentiated again is computed with whole rows."""
         operator, where = ctx.operator, ctx.where
         if must_be_seen.differentiated_again():
-            return *operator.gradients(ctx, incoming, through_dispatcher=True), None, None
+            return *operator.gradients(ctx, incoming, through_dispatcher=True), None, None, None
         declaration, saved = operator.declaration, ctx.saved_tensors  # a checkpoint lets it be asked once
-        operands, kept = saved[: operator.count], saved[operator.count :]
-        own, selecting = _own(operator, (*operands, *ctx.flags), where)
-        own_kept = [t.to_local() for t in kept]
+        operands = dict(zip(operator.plan.operands, saved, strict=False))
+        own, selecting = _own(operands, ctx.flags, where)
+        own_kept = [t.to_local() for t in saved[operator.count :]]
         local = [
             where.local_rows(d) if result.role is Role.ROWS else where.local_numbers(d)
             for d, result in zip(operator.every(incoming, operands, ctx.flags), declaration.returned, strict=True)
         ]
         found = gradient_of(declaration.name, local, own, selecting, own_kept, where)
-        return where.of_rows(found, operands[0]), *[None] * (len(ctx.needs_input_grad) - 1)
+        return where.of_rows(found, operands["logits"]), *[None] * (len(ctx.needs_input_grad) - 1)
 
 
-def _own(operator: Operator, arguments: Sequence[Any], where: Where) -> tuple[Tensor, Selecting]:
+def _own(operands: Mapping[str, Any], flags: Mapping[str, Any], where: Where) -> tuple[Tensor, Selecting]:
     """This rank's part of rows, and the operands of these rows and steps before the softmax."""
-    names = [operand.name for operand in operator.declaration.operands]
-    given = dict(zip(names, arguments, strict=False)) | operator.declaration.named(arguments[operator.count :])
-    return where.local_rows(arguments[0]), Selecting(
-        ids=where.local_numbers(given.get("ids")),
-        temperature=where.local_numbers(given.get("temperature")),
-        softcap=given.get("softcap"),
-        ignore_index=given.get("ignore_index"),
+    return where.local_rows(operands["logits"]), Selecting(
+        ids=where.local_numbers(operands.get("ids")),
+        temperature=where.local_numbers(operands.get("temperature")),
+        softcap=flags.get("softcap"),
+        ignore_index=flags.get("ignore_index"),
     )
 
 
-def of_parts(operator: Operator, arguments: Sequence[Any]) -> tuple[DTensor, ...] | None:
+def of_parts(operator: Operator, operands: Mapping[str, Any], flags: Mapping[str, Any]) -> tuple[DTensor, ...] | None:
     """See ``dtensor_bridge.of_parts_of_logits``."""
-    logits, *others = [t for t in arguments[: operator.count] if t is not None]
-    if any(t.device_mesh != logits.device_mesh for t in others):
+    logits, ids = operands["logits"], operands.get("ids")
+    if any(t is not None and t.device_mesh != logits.device_mesh for t in operands.values()):
         return None
-    chosen = sum(t.shape[-1] if t.ndim == logits.ndim else 1 for t in others[:1])
+    chosen = 0 if ids is None else ids.shape[-1] if ids.ndim == logits.ndim else 1
     where = where_of([logits], (), 1 + (operator.declaration.name == _WITH_ENTROPY), others=1 + chosen)
     if where is None:
         return None
-    return _LogProbOfParts.apply(*arguments, operator, where)  # type: ignore[no-any-return, no-untyped-call]
+    return _LogProbOfParts.apply(*operands.values(), flags, operator, where)  # type: ignore[no-any-return, no-untyped-call]

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from fusednorm.calls.quantization import Quantization, computed_by
-from fusednorm.declare.declaration import Declaration, Role
+from fusednorm.declare.declaration import Role
+from fusednorm.declare.plan import Plan
 from fusednorm.torch_ops.operator import DECLARED
 
 try:
@@ -221,13 +222,9 @@ def _register(name: str, rule: _Rule, static_argnum: int = 100) -> None:
     _register_rule(getattr(torch.ops.fusednorm, name).default, rule, RuntimeSchemaInfo(static_argnum))
 
 
-def register_declared(declaration: Declaration) -> None:
+def register_declared(plan: Plan) -> None:
     """Registers the rules of a declared operation and of its gradients."""
-    roles = declaration.roles
-
-    def joined(operands: Mapping[str, DTensorSpec]) -> int:
-        return declaration.joined_of([operands.get(one.name) for one in declaration.operands])
-
+    declaration, roles, joined = plan.declaration, plan.declaration.roles, plan.joined_of
     rule = _Rule(roles, [result.role for result in declaration.results], joined=joined)
     _register(declaration.name, rule, len(declaration.operands))
     if declaration.gradient is not None:
@@ -267,4 +264,4 @@ _of_layer_norm = _Rule(_GRADIENTS | _BIAS, [*(_NORM | _BIAS).values()], lambda a
 _register("layer_norm_backward", _of_layer_norm, static_argnum=7)
 _register("quantize", _Rule(_QUANTIZED, [Role.ROWS] * 3, _numbers, _of_blocks), static_argnum=1)
 for _operator in DECLARED.values():
-    register_declared(_operator.declaration)
+    register_declared(_operator.plan)

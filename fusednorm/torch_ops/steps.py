@@ -6,7 +6,7 @@ operations would leave out roundings between them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -18,8 +18,10 @@ from fusednorm.calls.call import GateSteps
 from fusednorm.calls.checks import check_activation, check_dtype, check_gate_steps, check_operands
 from fusednorm.calls.rotation_checks import check_heads, check_tables
 from fusednorm.declare.declaration import Declaration, Operand, Result, Role
-from fusednorm.engine import execute
-from fusednorm.engine.execute import Gating, Head, Rotation
+from fusednorm.declare.plan import Flags, Operands
+from fusednorm.engine import execute, gates
+from fusednorm.engine.execute import Head, Rotation
+from fusednorm.engine.run import as_new
 from fusednorm.reference import activations, rotation
 from fusednorm.reference import norm as reference
 from fusednorm.torch_ops import dtensor_bridge
@@ -31,27 +33,27 @@ AFFINE = Operator(
         operands=(Operand("n"), Operand("weight", Role.WEIGHT, True), Operand("bias", Role.WEIGHT, True)),
         results=(Result(dtype="out_dtype"),),
         flags={"weight_offset": 0.0, "rounded_to": None, "out_dtype": torch.dtype},
-        formula=lambda *arguments: (reference.affine(*arguments),),
+        formula=lambda **arguments: (reference.affine(**arguments),),
         gradient=reference.affine_gradients,
+        kernel=None,
     )
 )
 
 
-def _run_gate(y: Tensor, z: Tensor, *gating: Any) -> tuple[Tensor]:
+def _run_gate(operands: Operands, flags: Flags) -> tuple[Tensor]:
+    y, z = cast("tuple[Tensor, Tensor]", operands.values())
     first, second = (z, y) if z.dtype == torch.float64 else (y, z)  # of a transform's batches, which nobody has checked
     check_operands(first, second, None, None, None, x_name="y", residual_name="z", in_memory=False)
-    return (execute.gate(y, z, Gating(*gating)),)
+    return (gates.forward(y, z, flags),)
 
 
-def _run_gate_backward(d: Tensor, y: Tensor, z: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
-    *flags, needs = rest
-    gating = Gating(**dict(zip(GATE.gradient_flags, flags, strict=True)))
-    backend = execute.backend_of_gates(y, "gate_backward", gating)
-    return execute.gate_gradients(backend, d, (y, z), gating, needs)
+def _run_gate_backward(given: Mapping[str, Any], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    backend = gates.backend_for(given["y"], "gate_backward", given)
+    return gates.backward(backend, given["d"], (given["y"], given["z"]), given, needs)
 
 
 def _check_gate(
-    y: Tensor, z: Tensor, *, activation: str, between: torch.dtype | None, out_dtype: Any = None, **steps: Any
+    y: Tensor, z: Tensor, activation: str, between: torch.dtype | None, out_dtype: Any = None, **steps: Any
 ) -> Mapping[str, Any]:
     check_activation(activation)
     wide = torch.float64 if torch.float64 in (y.dtype, z.dtype) else torch.float32
@@ -64,21 +66,26 @@ def _check_gate(
     return numbers
 
 
+#: The flags of a gate, by name. ``activation`` is the function, or without y "softcap"; ``between`` is the dtype that
+#: the function's value is rounded to before it is multiplied, or None.
+GATE_FLAGS: dict[str, Any] = {"activation": "silu", "between": None, "out_dtype": None, **GateSteps()._asdict()}
+
 GATE = Operator(
     Declaration(
         "gate",
         operands=(Operand("y"), Operand("z")),
         results=(Result(dtype="out_dtype"),),
-        flags=Gating._field_defaults | {"out_dtype": torch.dtype},
-        formula=lambda *arguments: (activations.gated(*arguments),),
+        flags=GATE_FLAGS | {"out_dtype": torch.dtype},
+        formula=lambda **arguments: (activations.gated(**arguments),),
         gradient=activations.gate_gradients,
         joined=0,
         any_decides=True,
         check=_check_gate,
+        kernel=None,
     ),
     _run_gate,
     _run_gate_backward,
-    execute.gate_on_fast_path,
+    gates.on_fast_path,
 )
 
 
@@ -87,15 +94,17 @@ def _rotate_on_fast_path(x: Tensor, cos: Tensor, sin: Tensor, *how: Any) -> Tens
     return None if found is None else cast(Tensor, found[0])
 
 
-def _run_rotate(x: Tensor, cos: Tensor, sin: Tensor, *how: Any) -> tuple[Tensor]:
-    rotated = _rotate_on_fast_path(x, cos, sin, *how)
+def _run_rotate(operands: Operands, flags: Flags) -> tuple[Tensor]:
+    x, cos, sin = cast("tuple[Tensor, Tensor, Tensor]", operands.values())
+    how = Rotation(flags["interleaved"], flags["rounded_to"], flags["dtype"])
+    rotated = _rotate_on_fast_path(x, cos, sin, *how[:3])
     if rotated is None:
-        found = execute.rotate([Head(x)], (cos, sin, None), Rotation(*how))
-        rotated = rotation.rotated(x, cos, sin, *how) if found is None else found[0]
-    return (rotated,)
+        found = execute.rotate([Head(x)], (cos, sin, None), how)
+        rotated = rotation.rotated(x, cos, sin, **flags) if found is None else found[0]
+    return as_new((rotated,), (x,))  # type: ignore[return-value]
 
 
-def _check_rotate(x: Tensor, cos: Tensor, sin: Tensor, *, rounded_to: Any, **_: Any) -> None:
+def _check_rotate(x: Tensor, cos: Tensor, sin: Tensor, rounded_to: Any, **_: Any) -> None:
     check_heads("x", x, False)
     check_tables(cos, sin, None, x, in_memory=False)
     if rounded_to is not None:
@@ -108,9 +117,10 @@ ROTATE = Operator(
         operands=(Operand("x"), Operand("cos", Role.TABLE), Operand("sin", Role.TABLE)),
         results=(Result(dtype="dtype"),),
         flags={"interleaved": False, "rounded_to": None, "dtype": torch.dtype},
-        formula=lambda *arguments: (rotation.rotated(*arguments),),
-        transposed=lambda x_dtype, cos, sin, *how: (cos, -sin, *how[:-1], x_dtype),
+        formula=lambda **arguments: (rotation.rotated(**arguments),),
+        transposed=lambda dtype, tables, flags: ({**tables, "sin": -tables["sin"]}, {**flags, "dtype": dtype}),
         check=_check_rotate,
+        kernel=None,
     ),
     _run_rotate,
     fast=_rotate_on_fast_path,
@@ -123,7 +133,8 @@ SCALE = Operator(
         operands=(Operand("x"),),
         flags={"factor": 1.0},
         formula=lambda x, factor: (reference.scaled(x, factor),),
-        transposed=lambda x_dtype, factor: (factor,),
+        transposed=lambda dtype, others, flags: (others, flags),
+        kernel=None,
     )
 )
 

@@ -24,12 +24,14 @@ from fusednorm.backends.triton import cpu as triton_cpu
 from fusednorm.backends.triton import gpu as triton_gpu
 from fusednorm.backends.triton import host as triton_host
 from fusednorm.backends.triton.host import INTERPRETED
-from fusednorm.calls.call import Backward, DeclaredCall, GateBackward, RMSNorm
+from fusednorm.calls.call import Backward, Call, RMSNorm
 from fusednorm.conformance.cases import BF16, F32
 from fusednorm.operations import gate as gates
 from fusednorm.operations import norm_gated
 from fusednorm.operations import quantize as quantizers
 from fusednorm.operations import rotate as rotations
+
+from gate_calls import gate_call
 
 EXECUTED = "FUSEDNORM_EMULATED_SM" in os.environ
 if not EXECUTED and not INTERPRETED:
@@ -164,7 +166,8 @@ def rotate(far, rows, size):
 def gate_backward(far, rows, size):
     """Gradients of a gate."""
     d, y, z, dy, dz = (far(BF16, (rows // 3, 3, size)) for _ in range(5))
-    call = GateBackward(d, y, z, dy, dz, "silu", None, size, rows, 3, (d.stride()[:2],) * 5)
+    tensors = {"d": d, "y": y, "z": z, "dy": dy, "dz": dz}
+    call = gate_call(tensors, (d.stride()[:2],) * 5, size, rows, 3)
     return lambda backend: MODULES[backend].backward(call)
 
 
@@ -176,7 +179,7 @@ def log_prob(far, rows, size, name="log_softmax"):
     out = far(BF16, shape) if whole else far.side_by_side(F32, rows, 2)
     tensors = {"logits": logits, "ids": ids, "out": out, "m": m, "s": s, "entropy": entropy}
     strides = {"logits": logits.stride()[:2]} | ({"out": out.stride()[:2]} if whole else {})
-    call = DeclaredCall(name, False, tensors, strides, {}, size, rows, 3)
+    call = Call(name, False, tensors, strides, {}, size, rows, 3)
     return lambda backend: MODULES[backend].forward(call)
 
 
@@ -189,7 +192,7 @@ def log_prob_backward(far, rows, size, name="log_softmax"):
     d = far(BF16, (rows // 3, 3, size)) if whole else far.side_by_side(F32, rows, 2)
     tensors = {"logits": logits, "ids": ids, "m": m, "s": s, "entropy": entropy, "d": d, "d_entropy": d_entropy}
     strides = {"logits": logits.stride()[:2], "out": (3 * size, size)} | ({"d": d.stride()[:2]} if whole else {})
-    call = DeclaredCall(name, True, {**tensors, "out": dx}, strides, {}, size, rows, 3)
+    call = Call(name, True, {**tensors, "out": dx}, strides, {}, size, rows, 3)
     return lambda backend: MODULES[backend].backward(call)
 
 

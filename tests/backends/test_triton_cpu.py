@@ -35,11 +35,9 @@ from fusednorm.backends.triton import host as triton_host
 from fusednorm.calls import c_abi, fast_path, process
 from fusednorm.calls.call import (
     AroundNorm,
-    DeclaredCall,
+    Call,
     Flags,
     Forward,
-    Gate,
-    GateBackward,
     GateSteps,
     NormGated,
     Quantize,
@@ -51,6 +49,7 @@ from fusednorm.engine.substitutes import Meanwhile
 from fusednorm.reference import norm as reference
 
 from fast_calls import fast_calls
+from gate_calls import gate_call
 
 pytest.importorskip("triton", reason="Triton is not installed; tox -e triton_cpu installs it")
 if triton_host.INTERPRETED:
@@ -183,10 +182,10 @@ def test_c_gives_a_kernel_a_gate():
     y, z, out, d, dz = (torch.zeros(6, 8) for _ in range(5))
     gate, backward = kernel("gate", None, calls), kernel("gate_backward", None, calls)
     strides = ((500, 8), (501, 9), (502, 10))
-    packed = c_abi.pack_alone(Gate(y, z, out, "silu", None, 8, 6, 3, strides))
+    packed = c_abi.pack_alone(gate_call({"y": y, "z": z, "out": out}, strides, 8, 6, 3))
     assert LIB.fn_run_triton(ctypes.cast(gate, POINTER).value, packed, 6) == 0
     strides = ((503, 11), *strides, (504, 12))
-    packed = c_abi.pack_alone(GateBackward(d, y, z, out, dz, "silu", None, 8, 6, 3, strides))
+    packed = c_abi.pack_alone(gate_call({"d": d, "y": y, "z": z, "dy": out, "dz": dz}, strides, 8, 6, 3))
     assert LIB.fn_run_triton(ctypes.cast(backward, POINTER).value, packed, 6) == 0
     addresses = [t.data_ptr() for t in (d, y, z, out, dz)]
     numbers = [11, 8, 9, 10, 12, 3, 470, 476, 474, 472, 468, 8]
@@ -217,7 +216,7 @@ def test_c_gives_a_kernel_log_probabilities(dtype, number):
     ids, (temperature, m, s, entropy, dh) = torch.zeros(6, 2).int(), torch.zeros(5, 6, dtype=dtype)
     given = {"logits": logits, "ids": ids, "temperature": temperature, "m": m, "s": s, "entropy": entropy}
     strides, flags = {"logits": (500, 8), "out": (501, 9)}, {"softcap": 0.5, "ignore_index": -100}
-    forward = DeclaredCall("selected", False, {**given, "out": out}, strides, flags, 8, 6, 3)
+    forward = Call("selected", False, {**given, "out": out}, strides, flags, 8, 6, 3)
     gradients = {**given, "d": d, "d_entropy": dh, "out": dx}
     backward = forward._replace(backward=True, tensors=gradients)
     for name, call in (("log_prob", forward), ("log_prob_backward", backward)):
@@ -254,7 +253,7 @@ def test_the_fast_path_takes_calls_whose_kernels_are_held():
     """Each kind of call has its own kernel, and none is run for another kind."""
     take = fast_calls("triton_cpu")
     x, z = torch.zeros(3, 12, dtype=F64), torch.zeros(3, 12, dtype=F16)
-    rows = ((0, 12),) * 3
+    rows, alone = ((0, 12),) * 3, {"y": x, "z": z, "out": x}
     operation = operation_of(x, None, None, Flags())
     norm = Forward(x, None, None, x, None, None, operation, 3, 3, ((0, 12), (0, 0), (0, 12), (0, 0)), 0.5, 0.0)
     groups = norm._replace(rows=9, inner=9, operation=operation._replace(hidden_size=4))
@@ -282,9 +281,9 @@ def test_the_fast_path_takes_calls_whose_kernels_are_held():
         "quantizer": (quantizing(x, None), {"packed": packed[0]}),
         "another": (quantizing(x, None, apply="reciprocal"), {"packed": packed[1]}),
         "after a norm": (passed, {"packed": packed[0], "normalises": True, "eps": 0.5}),
-        "gate": (Gate(x, z, x, "silu", None, 12, 3, 3, rows), {"activation": "silu", "order": fast_path.ALONE}),
+        "gate": (gate_call(alone, rows, 12, 3, 3), {"activation": "silu", "order": fast_path.ALONE}),
         "sigmoid": (
-            Gate(x, z, x, "sigmoid", None, 12, 3, 3, rows),
+            gate_call(alone, rows, 12, 3, 3, "sigmoid"),
             {"activation": "sigmoid", "order": fast_path.ALONE},
         ),
         "norm first": (gated(True), {"activation": "silu", "norm_before_gate": True, "eps": 0.5}),
@@ -297,7 +296,7 @@ def test_the_fast_path_takes_calls_whose_kernels_are_held():
     }
 
     for name, steps in STEPS.items():
-        gate = Gate(z, x, x, "silu", None, 12, 3, 3, rows, GateSteps(**steps))
+        gate = gate_call({"y": z, "z": x, "out": x}, rows, 12, 3, 3, **steps)
         kinds[name] = gate, {"activation": "silu", "order": fast_path.AND_MUL, **steps}
 
     def made(given):
@@ -307,7 +306,7 @@ def test_the_fast_path_takes_calls_whose_kernels_are_held():
     noted = {kind: [] for kind in kinds}
     for kind, (call, given) in kinds.items():
         assert made(given) is None
-        name = "quantize" if isinstance(call, Quantize) else "gate" if isinstance(call, Gate) else "forward"
+        name = "quantize" if isinstance(call, Quantize) else "gate" if isinstance(call, Call) else "forward"
         HELD.append(kernel(name, ctypes.c_double, noted[kind]))
         fast_path.hold_triton(triton_cpu._packed_for_fast_path(call), ctypes.cast(HELD[-1], POINTER).value)
     for kind, (_, given) in kinds.items():
@@ -321,7 +320,7 @@ def test_the_fast_path_takes_calls_whose_kernels_are_held():
         noted[kind].clear()
     long = torch.zeros(1, 65_537, dtype=F64)
     assert take("gate", x=long, z=long, activation="silu", order=fast_path.ALONE) is None
-    assert triton_cpu._packed_for_fast_path(Gate(long, long, long, "silu", None, 65_537, 1, 1, rows)) is None
+    assert triton_cpu._packed_for_fast_path(gate_call({"y": long, "z": long, "out": long}, rows, 65_537, 1, 1)) is None
 
 
 def test_threads_share_the_programs_and_none_flushes_subnormals():

@@ -6,7 +6,7 @@ import torch
 from toys import PICK
 
 from fusednorm.calls import c_abi
-from fusednorm.engine import declared
+from fusednorm.engine import run
 
 
 def test_a_backend_is_given_operands_and_results_by_name(monkeypatch):
@@ -16,13 +16,12 @@ def test_a_backend_is_given_operands_and_results_by_name(monkeypatch):
     class Backend:
         forward = backward = staticmethod(calls.append)
 
-    monkeypatch.setattr(declared, "backend_of", lambda rows, step: steps.append(step) or Backend)
+    monkeypatch.setattr(run, "backend_of", lambda rows, step: steps.append(step.name) or Backend)
     monkeypatch.setattr(c_abi, "_DECLARED_OF", {"pick": 40, "pick_backward": 41})
     x, ids, d = torch.zeros(4, 3, 16)[:, :2, :8], torch.zeros(2, 4, dtype=torch.int32).T, torch.zeros(4, 2)
-    kernel = declared.Kernel(PICK.declaration)
-    (out,) = kernel.run(x, ids)
-    (dx,) = kernel.run_gradient(d, x, ids, [True])
-    assert kernel.run_gradient(d, x, ids, [False]) == (None,)
+    (out,) = run.forward(PICK.plan, {"x": x, "ids": ids}, {})
+    (dx,) = run.backward(PICK.plan, {"d": d, "x": x, "ids": ids}, [True])
+    assert run.backward(PICK.plan, {"d": d, "x": x, "ids": ids}, [False]) == (None,)
     assert steps == ["pick", "pick_backward"]
     forward, backward = calls
     for call, last, strides in ((forward, {"out": out}, {}), (backward, {"d": d, "out": dx}, {"out": (16, 8)})):
@@ -42,8 +41,9 @@ def test_a_backend_is_given_operands_and_results_by_name(monkeypatch):
 
 
 def test_without_a_backend_the_formula_serves(monkeypatch):
-    monkeypatch.setattr(declared, "backend_of", lambda rows, step: None)
+    monkeypatch.setattr(run, "backend_of", lambda rows, step: None)
     x, ids, d = torch.rand(3, 8), torch.tensor([1, 7, 0]), torch.rand(3)
-    kernel, declaration = declared.Kernel(PICK.declaration), PICK.declaration
-    assert torch.equal(kernel.run(x, ids)[0], declaration.formula(x, ids)[0])
-    assert torch.equal(kernel.run_gradient(d, x, ids, [True])[0], declaration.gradient(d, x, ids, [True])[0])
+    plan, declaration = PICK.plan, PICK.declaration
+    assert torch.equal(run.forward(plan, {"x": x, "ids": ids}, {})[0], declaration.formula(x, ids)[0])
+    (found,) = run.backward(plan, {"d": d, "x": x, "ids": ids}, [True])
+    assert torch.equal(found, declaration.gradient(d, x, ids, [True])[0])

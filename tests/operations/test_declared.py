@@ -28,7 +28,7 @@ def test_results_are_those_of_the_formula(function, dtype):
     given = {name: t.to(dtype) if t.is_floating_point() else t for name, t in given.items()}
     optional = {operand.name: None for operand in declaration.operands if operand.optional}
     for flags, operands in itertools.product(declaration.samples, (given, given | optional)):
-        wanted = declaration.formula(*operands.values(), *(declaration.defaults | flags).values())
+        wanted = declaration.formula(**operands, **(declaration.defaults | flags))
         for result, expected in zip(called(function, operands | flags), wanted, strict=False):
             assert result.dtype == expected.dtype
             assert result.equal(expected)

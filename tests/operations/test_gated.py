@@ -17,12 +17,14 @@ from fusednorm import gate, gate_, silu_and_mul, softcap
 from fusednorm.backends import cpu
 from fusednorm.calls import fast_path
 from fusednorm.calls.c_abi import KINDS, steps_in_c
-from fusednorm.calls.call import ACTIVATIONS, Gate, GateBackward, GateSteps
-from fusednorm.engine import execute
+from fusednorm.calls.call import ACTIVATIONS, GateSteps
 from fusednorm.engine import fast_path as of_c
+from fusednorm.engine import gates
 from fusednorm.reference import activations
+from fusednorm.torch_ops.steps import GATE_FLAGS
 
 from fast_calls import close_fast_path
+from gate_calls import gate_call
 
 ROOT = Path(__file__).parents[2]
 BACKENDS = ["reference", *(["cpu"] if not cpu.unavailable() else [])]
@@ -148,7 +150,8 @@ def test_gradients_on_the_fast_path(monkeypatch):
     half, same = torch.bfloat16, torch.Tensor.equal
 
     def gradients(d, y, z, *how):
-        return execute.gate_gradients(cpu, d, (y, z), execute.Gating(*how, y.dtype), (True, True))
+        flags = {**GATE_FLAGS, "activation": how[0], "between": how[1]}
+        return gates.backward(cpu, d, (y, z), flags, (True, True))
 
     def by_c(tensors, function, between):
         return of_c.gate_backward(cpu, *tensors, function, KINDS[between], *steps_in_c(GateSteps()))
@@ -394,14 +397,14 @@ def test_a_gate_without_rows_to_multiply(activation, dtype):
     """Kernels return the function's value, as of rows of ones, and its derivative times the incoming gradient."""
     rows, size = 3, 517
     z, d = (torch.randn(2, rows, size, generator=torch.Generator().manual_seed(5)) * 4).to(dtype)
-    strides, absent = (rows * size, size), (0, 0)
+    strides = (rows * size, size)
     for out_dtype in {dtype, torch.float32}:
         ones, out, dz = torch.ones_like(z), torch.empty(rows, size, dtype=out_dtype), torch.empty_like(z)
-        cpu.forward(Gate(None, z, out, activation, None, size, rows, rows, (absent, strides, strides)))
+        how = (size, rows, rows, activation)
+        cpu.forward(gate_call({"z": z, "out": out}, (strides, strides), *how))
         assert torch.equal(out, activations.gated(ones, z, activation, None, out_dtype))
-        of_rows = (strides, absent, strides, absent, strides)
-        cpu.backward(GateBackward(d, None, z, None, dz, activation, None, size, rows, rows, of_rows))
-        assert torch.equal(dz, activations.gate_gradients(d, ones, z, activation, None, *GateSteps(), (False, True))[1])
+        cpu.backward(gate_call({"d": d, "z": z, "dz": dz}, (strides,) * 3, *how))
+        assert torch.equal(dz, activations.gate_gradients(d, ones, z, activation, None, needs=(False, True))[1])
 
 
 def test_pairs_in_storages_of_their_own():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fusednorm
-from fusednorm.engine.run import Kernel
+from fusednorm.engine import run
 from fusednorm.quantizations import VLLM_INT8_STATIC_AZP_CPU, VLLM_INT8_TOKEN_CPU
 
 NORMS = ("rms_norm", "fused_add_rms_norm")
@@ -66,13 +66,13 @@ def test_what_is_around_a_norm(called, heads, shape):
 
 def test_log_probabilities(monkeypatch):
     """Without a temperature, as calls are that give none."""
-    found, run = [], Kernel.run
+    found, forward = [], run.forward
 
-    def spy(self, logits, ids, temperature, *flags):
-        found.append((self.name, logits.data_ptr() % 16, temperature))
-        return run(self, logits, ids, temperature, *flags)
+    def spy(plan, operands, *others, **named):
+        found.append((plan.kernel.name, operands["logits"].data_ptr() % 16, operands["temperature"]))
+        return forward(plan, operands, *others, **named)
 
-    monkeypatch.setattr(Kernel, "run", spy)
+    monkeypatch.setattr(run, "forward", spy)
     with fusednorm.use_backend("reference"):  # which has no fast path
         fusednorm.prewarm(64, torch.float32, function=fusednorm.selected_log_prob)
     assert found == [("selected", at, None) for at in (0, 4)]
