@@ -35,6 +35,14 @@ static PyObject *open_fast_path(PyObject *module, PyObject *arguments) {
     Py_RETURN_TRUE;
 }
 
+/* Whether what is no tensor has torch call its own function, as a variable of a graph of torch.fx has. */
+static int overrides(PyObject *argument) {
+    PyTypeObject *type = Py_TYPE(argument);
+    if (argument == Py_None || type == &PyBool_Type || type == &PyFloat_Type || type == &PyLong_Type || type == &PyUnicode_Type)
+        return 0;
+    return PyObject_HasAttrString((PyObject *)type, "__torch_function__");
+}
+
 /* Subclasses of tensors, those without memory and those whose gradients are recorded are not direct, and no call that is heard. */
 static PyObject *is_direct(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
     (void)module;
@@ -42,7 +50,10 @@ static PyObject *is_direct(PyObject *module, PyObject *const *arguments, Py_ssiz
     for (Py_ssize_t i = 0; !others && i < count; i++) {
         tensor t;
         struct fn_operand operand;
-        if (!PyObject_TypeCheck(arguments[i], fn_tensor_type)) continue;
+        if (!PyObject_TypeCheck(arguments[i], fn_tensor_type)) {
+            others = overrides(arguments[i]);
+            continue;
+        }
         others = fn_read_memory(arguments[i], &t, &operand) ? fn_records_gradient(&arguments[i], 1) : PyErr_Occurred() ? -1 : 1;
     }
     return others < 0 ? NULL : PyBool_FromLong(!others);

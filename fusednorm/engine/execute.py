@@ -625,7 +625,8 @@ def _dense(tensor: Tensor) -> Tensor:
 def rotate_on_fast_path(heads: Sequence[Tensor], tables: Tables, how: Rotation) -> Any:
     """Rotated heads in new memory, without a norm, if the fast path takes the call; a tuple for q and for k."""
     dtype = heads[0].dtype
-    if how.dtype not in (None, dtype) or how.products not in (None, dtype):
+    as_x = (how.dtype is None or how.dtype is dtype) and (how.products is None or how.products is dtype)
+    if not as_x:  # by identity, see gates.on_fast_path
         return None
     q, k = (*heads, None)[:2]
     return _heads(q, k, *tables, how.interleaved, how.products is not None)

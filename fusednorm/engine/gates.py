@@ -45,9 +45,10 @@ def on_fast_path(
     """The result, if the fast path takes the call; a public function has asked it unless gradients are recorded."""
     if between is torch.float32 or y is None or (limit, alpha, up_offset, clamp, round_steps) != _NO_STEPS:
         return None
-    if between is None and out_dtype == y.dtype:
+    # By identity: a variable of a graph of torch.fx has a dtype too, which cannot be compared.
+    if between is None and out_dtype is y.dtype:
         found: Any = _alone(y, z, activation)
-    elif between in (None, z.dtype) and out_dtype == z.dtype:
+    elif (between is None or between is z.dtype) and out_dtype is z.dtype:
         found = and_mul(z, y, activation, torch.float32 if between is None else None)
     else:
         return None

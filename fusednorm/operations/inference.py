@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from torch import Tensor
@@ -39,9 +39,8 @@ _TYPES = {
 }
 
 
-def _arguments(function: Callable[..., Any]) -> dict[str, str]:
+def _arguments(given: Mapping[str, inspect.Parameter]) -> dict[str, str]:
     """Arguments but outputs, as a schema has them: with default values, but where one without a default follows."""
-    given = inspect.signature(function).parameters
     parameters = [p for name, p in given.items() if name != "out" and not name.endswith("_out")]
     last = max(place for place, p in enumerate(parameters) if p.default is p.empty)
     found = {}
@@ -54,9 +53,10 @@ def _arguments(function: Callable[..., Any]) -> dict[str, str]:
 _parsed = functools.lru_cache(maxsize=64)(Quantization.parse)
 
 
-def _without_outputs(entry: fast_path.Entry, function: Callable[..., Any], names: list[str]) -> fast_path.Entry:
+def _without_outputs(
+    entry: fast_path.Entry, parameters: Mapping[str, inspect.Parameter], names: list[str]
+) -> fast_path.Entry:
     """The same entry for an operator with these of the function's arguments."""
-    parameters = inspect.signature(function).parameters
     in_c = dict(zip(parameters, entry.names.split(), strict=False))
     defaults = {
         in_c[name]: parameters[name].default
@@ -67,10 +67,11 @@ def _without_outputs(entry: fast_path.Entry, function: Callable[..., Any], names
 
 
 def _register(function: Callable[..., Any]) -> None:
-    arguments_of = _arguments(function)
+    signature = inspect.signature(function)
+    parameters = signature.parameters
+    arguments_of = _arguments(parameters)
     names = list(arguments_of)
     tensors = [place for place, argument in enumerate(arguments_of.values()) if argument.startswith("Tensor")]
-    parameters = inspect.signature(function).parameters
     alone = sum(parameters[name].kind is not inspect.Parameter.KEYWORD_ONLY for name in names)
 
     def run(*arguments: Any, **named: Any) -> Any:
@@ -100,16 +101,12 @@ def _register(function: Callable[..., Any]) -> None:
         of_tensors = dict(zip(tensors, composed_again(composed, ctx.saved_tensors, incoming, needs), strict=True))
         return tuple(of_tensors.get(place) for place in range(len(names)))
 
-    schema = (
-        f"({', '.join(arguments_of.values())}) -> {_TYPES[cast(Any, inspect.signature(function).return_annotation)]}"
-    )
+    schema = f"({', '.join(arguments_of.values())}) -> {_TYPES[cast(Any, signature.return_annotation)]}"
     quantizes = "quantization" in names  # so that there are no gradients
     made, differentiated = (run_quantized, None) if quantizes else (run, (gradients, keep))
-    operator = register(f"{function.__name__}_inference", schema, made, made, differentiated)
-    operator.direct = made  # which takes named arguments as they are
     entry = fast_path.ENTRIES.get(function.__name__)
-    if entry is not None:
-        operator.ask_first(_without_outputs(entry, function, names))
+    entry_of = None if entry is None else functools.partial(_without_outputs, entry, parameters, names)
+    register(f"{function.__name__}_inference", schema, made, made, differentiated, direct=made, entry=entry_of)
 
 
 for _function in FUNCTIONS:

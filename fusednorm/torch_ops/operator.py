@@ -53,7 +53,7 @@ class Operator:
         self.count = len(declaration.operands)
         #: The operands that gradients take.
         self.taken = self.plan.operands[0 if declaration.transposed is None else 1 :]
-        self.recorded = _recorded(self)
+        self._recorded: type[torch.autograd.Function] | None = None
         gradients = None
         if self.differentiable:
             gradients = (self._gradients_of_operator, self._keep_of_operator)
@@ -65,6 +65,13 @@ class Operator:
         DECLARED[name] = self
         if (sharding := sys.modules.get("fusednorm.torch_ops.sharding")) is not None:
             sharding.register_declared(self.plan)
+
+    @property
+    def recorded(self) -> type[torch.autograd.Function]:
+        """(*operands, flags) -> results, with gradients, tangents and batches; it takes long to make."""
+        if self._recorded is None:
+            self._recorded = _recorded(self)
+        return self._recorded
 
     @property
     def differentiable(self) -> bool:

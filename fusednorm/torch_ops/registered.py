@@ -1,10 +1,17 @@
-"""Makes an operator of ``torch.ops.fusednorm`` known to torch."""
+"""Makes operators of ``torch.ops.fusednorm`` known to torch, which takes long: an import leaves most of it for later.
+
+Torch and C++ find each operator's name, schema and kernels at once. The rest is registered when Python first asks for
+the operator, as all of torch does that looks beyond the kernels: tracers, fake tensors, compiled graphs.
+"""
 
 from __future__ import annotations
 
 import functools
+import os
+import re
+import threading
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +31,8 @@ _LIBRARY = eval(compile('Library("fusednorm", "FRAGMENT")', "fusednorm", "eval")
 #: The names of each operator's arguments, by its own name, with blanks between: a compiler that reads one text has one
 #: value to look at again.
 ARGUMENTS: dict[str, str] = {}
+#: The name of an argument in a schema.
+_ARGUMENT = re.compile(r"(\w+)(?:=[^,]+)?(?:, |\)$)")
 
 
 def exported() -> list[str]:
@@ -60,8 +69,10 @@ def register(
     fake: Callable[..., Any],
     gradients: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
     fast: Callable[..., Any] | None = None,
-) -> DirectOperator:
-    """Makes an operator, and returns it.
+    direct: Callable[..., Any] | None = None,
+    entry: Callable[[], fast_path.Entry] | None = None,
+) -> None:
+    """Makes an operator.
 
     Args:
         name: the operator's.
@@ -70,20 +81,53 @@ def register(
         fake: makes results without values.
         gradients: the backward pass, and what is kept for it; None: there are no gradients.
         fast: the results of a call that the fast path takes, which asks whether anybody else must see it; else None.
+        direct: the same as ``function``, where that takes named arguments as they are.
+        entry: makes the entry for :meth:`DirectOperator.ask_first`, if there is one.
     """
     function = exact(function)
     if gradients is not None:
         gradients = exact(gradients[0]), gradients[1]
-    torch.library.define(f"fusednorm::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
-    operator = getattr(torch.ops.fusednorm, name).default
-    names = [argument.name for argument in operator._schema.arguments]
-    ARGUMENTS[name] = " ".join(names)
-    operator.__class__, operator.direct = DirectOperator, _by_position(function, operator)
-    operator.fast = fast and _by_position(fast, operator)
-    torch.library.impl(f"fusednorm::{name}", "CompositeExplicitAutograd", _of_memory(function, names))
-    torch.library.register_fake(f"fusednorm::{name}", fake)
+    ARGUMENTS[name] = " ".join(_ARGUMENT.findall(schema[: schema.index(" -> ")]))
+    _LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
+    _LIBRARY.impl(name, _in_memory(name, function), "CompositeExplicitAutograd")
+
+    def asked_for() -> None:
+        torch.library.register_fake(f"fusednorm::{name}", fake, lib=_LIBRARY)
+        del _LATER[name]  # now torch may find the operator
+        operator = getattr(torch.ops.fusednorm, name).default
+        operator.direct = direct or _by_position(function, operator)
+        operator.fast = fast and _by_position(fast, operator)
+        operator.__class__ = DirectOperator
+        if entry is not None:
+            operator.ask_first(entry())
+
+    _LATER[name] = asked_for
     _register_autograd(name, gradients)
-    return cast(DirectOperator, operator)
+
+
+#: Registers the rest of each operator for which nobody has asked, by the operator's name.
+_LATER: dict[str, Callable[[], None]] = {}
+#: Held while the rest is registered, and by a fork, so that its child finds no operator in the middle of that.
+_LOCK = threading.RLock()
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
+
+
+_OPERATORS = vars(torch.ops.fusednorm)
+
+
+def _ask_for(name: str) -> Any:
+    """An operator by its name, of which all is registered before torch makes it; asked where nobody did before."""
+    with _LOCK:
+        if name in _LATER:
+            _LATER[name]()
+        if name in _OPERATORS:  # by now, perhaps through another thread
+            return _OPERATORS[name]
+    raise AttributeError(name)  # which has torch make it, if there is one
+
+
+# A module's own functions of these names come before its class's.
+_OPERATORS.update(__getattr__=_ask_for, __dir__=lambda: [*_OPERATORS, *_LATER])
 
 
 def _by_position(function: Callable[..., Any], operator: torch._ops.OpOverload[Any, Any]) -> Callable[..., Any]:
@@ -99,14 +143,17 @@ def _by_position(function: Callable[..., Any], operator: torch._ops.OpOverload[A
     return called
 
 
-def _of_memory(function: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
-    """The function of an operator, which sees that all operands of these names are in memory."""
+def _in_memory(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of an operator, which sees that all operands are in memory."""
+    names = ARGUMENTS[name].split()
 
     @functools.wraps(function)
     def checked(*arguments: Any) -> Any:
-        for name, argument in zip(names, arguments, strict=False):
+        if name in _LATER:  # C++ has called it, perhaps with tensors for which torch has another kernel from now on
+            return getattr(torch.ops.fusednorm, name)(*arguments)
+        for one, argument in zip(names, arguments, strict=False):
             if isinstance(argument, Tensor):
-                check_memory(name, argument)
+                check_memory(one, argument)
         return function(*arguments)
 
     return checked
@@ -114,22 +161,26 @@ def _of_memory(function: Callable[..., Any], names: list[str]) -> Callable[..., 
 
 def _register_autograd(name: str, given: tuple[Callable[..., Any], Callable[..., Any]] | None) -> None:
     """As ``torch.library.register_autograd``, but tangents, and gradients of what is written, are refused, not lost."""
-    operation = getattr(torch.ops.fusednorm, name).default
     gradients, setup_context = given or (None, None)
     if make_autograd_impl is None:
         if gradients is not None:
             torch.library.register_autograd(f"fusednorm::{name}", gradients, setup_context=setup_context)
         return
-    recorded = make_autograd_impl(operation, Info(gradients, setup_context))
+
+    @functools.cache
+    def recorded() -> tuple[torch._ops.OpOverload[Any, Any], Callable[..., Any]]:
+        operator = getattr(torch.ops.fusednorm, name).default
+        return operator, make_autograd_impl(operator, Info(gradients, setup_context))
 
     def kernel(keyset: Any, *arguments: Any) -> Any:
+        operator, record = recorded()
         operands = [a for a in arguments if isinstance(a, Tensor)]
         if must_be_seen.has_tangent(*operands):
             lost = "an operand has a tangent of forward-mode differentiation"
-        elif operation._schema.is_mutable and torch.is_grad_enabled() and any(t.requires_grad for t in operands):
+        elif operator._schema.is_mutable and torch.is_grad_enabled() and any(t.requires_grad for t in operands):
             lost = "an operand requires grad"
         else:
-            return recorded(keyset, *arguments)
+            return record(keyset, *arguments)
         raise NotImplementedError(
             f"torch.ops.fusednorm.{name} cannot be differentiated so, and {lost}; call the function that fusednorm has "
             "for it, with new outputs"

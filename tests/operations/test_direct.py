@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from every_operation import OPERATORS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusednorm
@@ -62,6 +63,19 @@ def test_other_tensors_go_to_the_dispatcher(norm, x):
     operator, ran = norm
     operator(x, WEIGHT.to(x.device), *FLAGS)
     assert ran == []
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_graph_of_torch_fx_is_traced(name):
+    """With variables in place of tensors, which have torch call functions of their own."""
+    operator, operands = getattr(torch.ops.fusednorm, name).default, OPERATORS[name]
+    arguments = [operands.get(argument.name, argument.default_value) for argument in operator._schema.arguments]
+    for place in [place for place, value in enumerate(arguments) if isinstance(value, torch.Tensor)]:
+        graph = torch.fx.Graph()
+        given = [*arguments]
+        given[place] = torch.fx.Proxy(graph.placeholder("t"))
+        operator(*given)
+        assert operator in [node.target for node in graph.nodes]
 
 
 def test_a_listener_sees_the_operator(norm):

@@ -360,6 +360,7 @@ assert all(map(torch.equal, fusednorm.fused_add_rms_norm(x, x, weight), expected
 assert torch.equal(fusednorm.rms_norm_(x.clone(), weight), fusednorm.rms_norm(x, weight))
 leaf = x.clone().requires_grad_()
 fusednorm.rms_norm(leaf, weight).sum().backward()
+assert torch.ops.fusednorm.scale(x.to("meta"), 2.0).is_meta
 """
     done = subprocess.run([sys.executable, "-P", "-W", "ignore", "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
