@@ -19,12 +19,10 @@ from typing import Any
 
 import torch
 
+from fusednorm.onnx_limits import OPSET, UntranslatedError
 from fusednorm.torch_ops.registered import exported
 
 __all__ = ["export", "translations"]
-
-#: The first version of ONNX's operators that has RMSNormalization.
-OPSET = 23
 
 #: The operations that have a translation: functions of ``onnx_operators.py``.
 _TRANSLATED = (
@@ -46,10 +44,6 @@ _TRANSLATED = (
 #: They take the place of operations that write to their operands.
 _INSTEAD = {f"{name}_": name for name in ("rms_norm", "fused_add_rms_norm", "layer_norm", "fused_add_layer_norm")}
 _INSTEAD |= {"into": "the function without `out`"}
-
-
-class UntranslatedError(NotImplementedError):
-    """A call has no translation, for the reason in the message."""
 
 
 def export(

@@ -19,7 +19,7 @@ from onnxscript import opset23 as op23
 
 from fusednorm.calls.call import Flags, GateSteps
 from fusednorm.calls.quantization import MOST, Quantization
-from fusednorm.onnx import OPSET, UntranslatedError
+from fusednorm.onnx_limits import OPSET, UntranslatedError
 from fusednorm.reference.activations import INNER, NORMALS, OUTER, SCHEMES, TANGENTS
 from fusednorm.reference.norm import SEGMENT
 

@@ -40,14 +40,6 @@ class UnusableError(Exception):
     """The command cannot do what its arguments say; the user reads the message."""
 
 
-def main() -> int:
-    """Reads the command line and runs the command; returns the exit status."""
-    from fusednorm.tools import commands  # here, because it imports torch
-
-    parser, arguments, others = parsed(commands.operations())
-    return commands.run(parser, arguments, others)
-
-
 def is_running() -> bool:
     """Whether this process is the command ``fusednorm``, or ``python -m fusednorm``."""
     script = (getattr(sys, "argv", None) or [""])[0]
