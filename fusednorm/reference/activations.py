@@ -13,7 +13,7 @@ import torch
 
 from fusednorm.calls.call import GateSteps, accumulator
 from fusednorm.calls.forward_mode import outer_levels, primals
-from fusednorm.reference.norm import at_least, constant, rounded, widened, within
+from fusednorm.reference.norm import at_least, before_integers, constant, rounded, widened, within
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -143,6 +143,7 @@ def polynomial(x: Tensor, square: Tensor, coefficients: Sequence[float]) -> Tens
 def _exponential(t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Three factors of exp(t), which are multiplied from left to right."""
     scheme = SCHEMES[t.dtype]
+    t = before_integers(t, "activated_and_slope, softcap or Exp")
     t = within(t, scheme.least, scheme.greatest)
     shifted = t * scheme.log2_e + scheme.rounder
     k = shifted - scheme.rounder

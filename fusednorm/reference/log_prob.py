@@ -14,7 +14,7 @@ from fusednorm.calls.call import accumulator
 from fusednorm.calls.forward_mode import outer_levels, primals
 from fusednorm.reference import activations
 from fusednorm.reference.activations import SCHEMES, polynomial
-from fusednorm.reference.norm import in_order, rounded, treesum
+from fusednorm.reference.norm import before_integers, in_order, rounded, treesum
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,7 +47,7 @@ BLOCK = 1 << 20
 def logarithm(x: Tensor) -> Tensor:
     """log(x) in the accumulator type, for x from 1 to 2^31; NaN for NaN."""
     scheme, (root, coefficients) = SCHEMES[x.dtype], LOGARITHMS[x.dtype]
-    beyond = x.view(scheme.whole) - root
+    beyond = before_integers(x, "Log").view(scheme.whole) - root
     k = (beyond >> scheme.mantissa).to(x.dtype)
     f = ((beyond & ((1 << scheme.mantissa) - 1)) + root).view(x.dtype) - 1
     s, half = f / (f + 2), f * f * 0.5

@@ -28,6 +28,17 @@ SEGMENT = 1024
 ROW_BLOCKS = 256
 
 
+def before_integers(value: Tensor, instead: str) -> Tensor:
+    """``value``, whose bits the caller takes as integers: torch would silently find a wrong derivative there.
+
+    Raises:
+        RuntimeError: a gradient is recorded; ``instead`` computes the same bits, and has derivatives.
+    """
+    if value.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(f"these bits are computed as integers, which have no derivative: call {instead} here")
+    return value
+
+
 def rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
     """``value`` rounded to nearest even to ``dtype``, once. Derivatives are passed straight through."""
     if value.dtype != torch.float64 or dtype not in (torch.float16, torch.bfloat16):
@@ -134,7 +145,7 @@ def square_root(value: Tensor) -> Tensor:
     float32 number is never close enough to the middle between two of them for a few ulp of float64 to matter.
     """
     if value.dtype == torch.float64:
-        return _root_of_float64(value)
+        return _root_of_float64(before_integers(value, "rstd_of"))
     if value.device.type == "mps":
         return value.sqrt()
     return value.to(torch.float64).sqrt().to(value.dtype)
@@ -175,8 +186,17 @@ def mean_of(value: Tensor) -> Tensor:
     return divided(treesum(value), value.shape[-1])
 
 
-def rstd_of(h: Tensor, eps: float, mean_of: Callable[[Tensor], Tensor] = mean_of) -> Tensor:
-    """``rstd`` of the specification, ``1 / sqrt(mean(h^2) + eps)``, for the rows of h."""
+def rstd_of(h: Tensor, eps: float, mean_of: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """``rstd`` of the specification, ``1 / sqrt(mean(h^2) + eps)``, for the rows of h, with derivatives.
+
+    They are operations that can be differentiated again. Rows in parts, whose means ``mean_of`` gives, have none.
+    """
+    if mean_of is not None:
+        return _rstd(before_integers(h, "rstd_of with whole rows"), eps, mean_of)
+    return Rstd.apply(h, eps)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _rstd(h: Tensor, eps: float, mean_of: Callable[[Tensor], Tensor]) -> Tensor:
     mean = mean_of(h * h)
     r = square_root(mean + constant(eps, mean))
     return torch.ones_like(r) / r
@@ -187,18 +207,13 @@ def centered(h: Tensor, mean_of: Callable[[Tensor], Tensor] = mean_of) -> Tensor
     return h - (mean_of(h) + 0.0).unsqueeze(-1)
 
 
-def differentiable_rstd(h: Tensor, eps: float) -> Tensor:
-    """:func:`rstd_of` with derivatives, out of operations that can be differentiated again."""
-    return Rstd.apply(h, eps)  # type: ignore[no-any-return, no-untyped-call]
-
-
 class Rstd(torch.autograd.Function):
     """(h, eps) -> 1 / sqrt(mean(h^2) + eps)."""
 
     @staticmethod
     def forward(h: Tensor, eps: float) -> Tensor:
         """``h`` is [..., N] of the accumulator type; the result is [...]."""
-        return rstd_of(h, eps)
+        return _rstd(h, eps, mean_of)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -222,7 +237,7 @@ class Rstd(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int, None], h: Tensor, eps: float) -> tuple[Tensor, int]:
         """A batch of rows is rows."""
-        return differentiable_rstd(h.movedim(in_dims[0], 0), eps), 0
+        return rstd_of(h.movedim(in_dims[0], 0), eps), 0
 
 
 def gain(weight: Tensor | None, weight_offset: float, dtype: torch.dtype) -> Tensor | None:
@@ -257,7 +272,6 @@ def outputs(
     round_norm: bool,
     out_dtype: torch.dtype,
     residual_dtype: torch.dtype | None,
-    rstd_of: Callable[[Tensor, float], Tensor] = rstd_of,
     center: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """The normalised rows, the sum (None without a residual), and rstd, as the specification writes them.
@@ -272,7 +286,6 @@ def outputs(
         round_norm: round the normalised row to x's dtype before multiplying by the weight.
         out_dtype: the dtype that the normalised rows are rounded to.
         residual_dtype: the dtype that the sum is rounded to; None without a residual.
-        rstd_of: :func:`rstd_of`, or :func:`differentiable_rstd`.
         center: subtract the mean first, for a LayerNorm.
 
     Returns:
@@ -302,9 +315,9 @@ def outputs_of(
     """:func:`outputs`, with derivatives, of a norm that may have a bias and a row of both for each head."""
     numbers, center = (flags.eps, flags.weight_offset, flags.round_sum, flags.round_norm), flags.center
     if bias is None and getattr(weight, "ndim", 1) != 2:
-        return outputs(x, residual, weight, *numbers, out_dtype, residual_dtype, differentiable_rstd, center)
+        return outputs(x, residual, weight, *numbers, out_dtype, residual_dtype, center)
     alone = (flags.eps, 0.0, flags.round_sum, False, accumulator(x.dtype))
-    n, total, r = outputs(x, residual, None, *alone, residual_dtype, differentiable_rstd, center)
+    n, total, r = outputs(x, residual, None, *alone, residual_dtype, center)
     rounded_to = x.dtype if flags.round_norm else None
     return affine(n, weight, bias, flags.weight_offset, rounded_to, out_dtype), total, r
 

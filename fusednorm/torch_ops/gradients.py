@@ -142,7 +142,7 @@ def gradients(
     def again_with_rstd(h: Tensor) -> Tensor:
         """rstd, which is kept without derivatives, with them."""
         h = h.to(rstd.dtype)
-        return reference.differentiable_rstd(reference.centered(h) if center else h, ctx.eps)
+        return reference.rstd_of(reference.centered(h) if center else h, ctx.eps)
 
     dweight = dbias = None
     if ctx.around:

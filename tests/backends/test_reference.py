@@ -1,6 +1,7 @@
 """The parts of the reference, on the examples of docs/spec.md and where torch alone would be wrong."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from fusednorm.conformance import oracle
 from fusednorm.conformance.cases import BF16, F16, F32, F64, differing
+from fusednorm.reference import activations, log_prob
 from fusednorm.reference import norm as reference
 
 
@@ -85,6 +87,33 @@ def test_square_roots_are_correctly_rounded():
         root = reference.square_root(v)
         assert root[:2].tolist() == [0.0, torch.inf]
         assert root[2:].isnan().all()
+
+
+def test_rstd_can_be_differentiated_twice():
+    h = torch.tensor([[1.5, -2.0, 0.25], [3.0, 0.5, -1.0]], dtype=F64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda h: reference.rstd_of(h, 1e-3), h)
+    assert torch.autograd.gradgradcheck(lambda h: reference.rstd_of(h, 1e-3), h)
+
+
+#: Functions that compute in integers, and what an error names in their place.
+IN_INTEGERS = [
+    (reference.square_root, "rstd_of"),
+    (lambda x: reference.rstd_of(x, 0.0, reference.mean_of), "rstd_of with whole rows"),
+    (activations.exponential, "activated_and_slope, softcap or Exp"),
+    (log_prob.logarithm, "Log"),
+]
+for activation in ("silu", "sigmoid", "gelu", "gelu_tanh"):
+    IN_INTEGERS.append((partial(activations.activated, activation=activation), "activated_and_slope"))
+
+
+@pytest.mark.parametrize(("function", "instead"), IN_INTEGERS)
+def test_functions_of_bits_refuse_what_they_cannot_differentiate(function, instead):
+    """A formula that calls one of them would have a wrong derivative."""
+    x = torch.tensor([1.5, 2.0], dtype=F64, requires_grad=True)
+    with pytest.raises(RuntimeError, match=f"have no derivative: call {instead}"):
+        function(x)
+    with torch.no_grad():
+        assert function(x).equal(function(x.detach()))
 
 
 def test_every_float64_has_the_root_of_ieee():
