@@ -131,10 +131,10 @@ NAMES = {
         tuple(result.name for result in one.results),
     )
     for name, one in OPERATIONS.items()
-} | {
-    "silu_and_mul_quant": (("gate", "up"), ("out", "scale")),
-    "fused_add_rms_norm_quant": (("x", "residual", "weight", "scale", "zero_point"), ("out", "scale", "residual_out")),
 }
+for _name, (_operands, (_out, *_others)) in NAMES.items():
+    if "quantization" in OPERATIONS[_name].sample:  # the scale may be given
+        NAMES[_name] = (*_operands, "scale", "zero_point"), (_out, "scale", *_others[1:])
 
 #: Operands that have no gradients.
 TABLES = {name for one in OPERATIONS.values() for name, role in one.operands.items() if role in CONSTANT}
@@ -158,7 +158,7 @@ def of_oracle(function, operands, incoming, **flags):
 
     Its numbers are rounded before to the type of the computation, as section 2 of the specification says.
     """
-    if next(iter(operands.values())).dtype != F64:
+    if next(iter(operands.values())).dtype != F64 and function != "l2_norm":  # which divides eps before
         with np.errstate(over="ignore"):
             flags = {name: float(np.float32(n)) if type(n) is float else n for name, n in flags.items()}
     found = (vars(oracle) | vars(oracle_gated) | vars(oracle_log_prob))[function](

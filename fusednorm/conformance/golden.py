@@ -2,8 +2,9 @@
 
     python -P -m fusednorm.conformance.golden
 
-The file's name has SPEC_VERSION. Bits may change only together with that number, and then in a new file. The reference
-computes them. The script refuses to write if the oracle, which shares no code with the reference, has other values.
+Bits may change only together with SPEC_VERSION. So the vectors that a file has stay in their lines, and new ones come
+at its end, wherever their cases are below; the script refuses to write if a vector that is there would change. The
+reference computes the bits. The script also refuses if the oracle, which shares no code with the reference, has others.
 """
 
 import base64
@@ -95,14 +96,20 @@ COMPOSITIONS, QUANTIZED, GATED, LOG_PROB = (
 )
 
 
+def function_of(vector):
+    """The name of a vector's function."""
+    if "flags" not in vector:
+        return "rms_norm" if vector["residual"] is None else "fused_add_rms_norm"
+    return vector.get("function", "fused_add_rms_norm_quant")
+
+
 def _call(vector):
     """The function of a vector, its operands by name, the gradients of its outputs, and its flags."""
+    function = function_of(vector)
     if "flags" not in vector:  # of the specification: it names its function, flags and gradients otherwise
         names = ("eps", "weight_offset", "round_norm", *([] if vector["residual"] is None else ["round_sum"]))
-        function = "rms_norm" if vector["residual"] is None else "fused_add_rms_norm"
         flags = {name: vector[name] for name in names}
         vector = {**vector, "function": function, "flags": flags, "d_out": vector["dy"]}
-    function = vector.get("function", "fused_add_rms_norm_quant")
     flags, (names, outputs) = dict(vector["flags"]), NAMES[function]
     if flags.get("between"):
         flags["between"] = getattr(torch, flags["between"])
@@ -120,7 +127,7 @@ def results(vector):
         return recorded(function, operands, incoming, **flags)
     found, outputs = getattr(fusednorm, function)(**operands, **flags), NAMES[function][1]
     if len(found) > len(outputs):
-        outputs = ("out", "scale", "zero_point", "residual_out")
+        outputs = (*outputs[:2], "zero_point", *outputs[2:])
     return dict(zip(outputs, bytes_of(found), strict=True))
 
 
@@ -138,7 +145,7 @@ def read(file):
     tensors = {}
 
     def whole(value):
-        return tensors.setdefault(value["tensor"], value) if "tensor" in value else value
+        return tensors.setdefault(value.pop("tensor"), value) if "tensor" in value else value
 
     return json.loads(file.read_text(), object_hook=whole)
 
@@ -159,6 +166,19 @@ def write(file, vectors):
         return {"tensor": numbers[text], **value}
 
     file.write_text("[\n" + ",\n".join(json.dumps(once(vector)) for vector in vectors) + "\n]\n")
+
+
+def in_lines(name, there, made):
+    """The vectors of a file, those that are there in their order, then the others of those that its function made.
+
+    It ends the process if one that is there was not made again, with the same inputs and bits.
+    """
+    if gone := [f"line {at}" for at, vector in enumerate(there, 2) if vector not in made]:
+        sys.exit(
+            f"{name}, {', '.join(gone)}: no case makes these inputs and bits any more; nothing was written. Leave the "
+            "cases that are there as they are, or for a new SPEC_VERSION remove the file first"
+        )
+    return there + [vector for vector in made if vector not in there]
 
 
 def compare(vector, agree):
@@ -256,6 +276,9 @@ def vectors_of_compositions():
         yield _vector({"function": function, "flags": flags}, tensors)
     yield from _vectors_of_rotations()
     yield from _vectors_of_modulations()
+    for dtype, hidden, data in ((BF16, 64, "normal"), (F16, 45, "ties"), (F32, 100, "normal"), (F64, 33, "zeros")):
+        inputs = {name: operands(Case(2, hidden, dtype, data=data, seed=n))[0] for n, name in enumerate(("x", "d_out"))}
+        yield _vector({"function": "l2_norm", "flags": {"eps": 1e-6}}, inputs)
 
 
 def _vectors_of_modulations():
@@ -276,7 +299,16 @@ def _vectors_of_modulations():
 
 
 def _vectors_of_rotations():
-    """q and k of two rows, 2 heads and 1, with partial rotation in some."""
+    """Two heads of two rows; q and k of two rows, 2 heads and 1; with partial rotation in some."""
+    for dtype, table, size, pairs, flags in (
+        (BF16, F32, 16, 8, {}),
+        (F16, F16, 10, 3, {"round_products": True}),
+        (F32, BF16, 12, 6, {"interleaved": True}),
+        (F64, F64, 8, 4, {}),
+    ):
+        x, d_out = (operands(Case(4, size, dtype, seed=seed))[0].view(2, 2, size) for seed in (0, 1))
+        cos, sin, _ = operands(Case(2, pairs, seed=3).of(table))
+        yield _vector({"function": "rotate", "flags": flags}, {"x": x, "cos": cos, "sin": sin, "d_out": d_out})
     for dtype, table, size, pairs, data, flags in (
         (BF16, BF16, 16, 8, "normal", {"round_norm": True, "round_products": True}),
         (BF16, F32, 16, 8, "normal", {"between": "float32"}),
@@ -298,22 +330,84 @@ def _vectors_of_rotations():
         yield _vector(fields, {**inputs, "cos": cos, "sin": sin, **incoming})
 
 
+#: The presets, each with a number that decides its rows, dtypes and flags, and stays.
+PRESETS = {
+    "VLLM_INT8_TOKEN_UNFUSED": 0,
+    "VLLM_INT8_TOKEN_AZP_UNFUSED": 1,
+    "VLLM_INT8_TOKEN_FUSED": 2,
+    "VLLM_INT8_TOKEN_CPU": 3,
+    "VLLM_INT8_TOKEN_AZP_CPU": 4,
+    "VLLM_INT8_STATIC": 5,
+    "VLLM_INT8_STATIC_CPU": 6,
+    "VLLM_INT8_STATIC_AZP": 7,
+    "VLLM_INT8_STATIC_AZP_CPU": 8,
+    "VLLM_FP8_STATIC": 9,
+    "VLLM_FP8_TOKEN": 10,
+    "VLLM_FP8_BLOCK_FUSED": 11,
+    "VLLM_FP8_BLOCK_UNFUSED": 12,
+    "DEEPGEMM_FP8_BLOCK": 13,
+    "SGLANG_FP8_BLOCK": 14,
+    "SGLANG_INT8_TOKEN_CPU": 15,
+    "TENSORRT_LLM_FP8_TOKEN": 16,
+    "TORCHAO_FP8_ROW": 17,
+    "SGLANG_FP8_TOKEN": 18,
+    "VLLM_FP8_BLOCK_UE8M0": 19,
+    "DEEPGEMM_FP8_BLOCK_UE8M0": 20,
+    "SGLANG_FP8_BLOCK_UE8M0": 21,
+    "DEEPGEMM_FP8_BLOCK_PACKED": 22,
+    "DEEPSEEK_V4_FP8_BLOCK": 23,
+}
+
+
 def vectors_of_quantized():
-    """A vector for each preset."""
-    presets = {str(q): q for q in vars(fusednorm.quantizations).values() if isinstance(q, fusednorm.Quantization)}
+    """A vector for each preset, and some for each function that quantizes."""
     flags = [{"between": None}, {"between": "float32", "round_norm": True}, {"between": None, "round_sum": False}]
-    for index, (text, quantization) in enumerate(presets.items()):
+    for preset, index in PRESETS.items():
+        quantization = getattr(fusednorm.quantizations, preset)
         hidden = 640 if quantization.scale_dtype == torch.int32 else 128  # words with and without padding
         case = Case(3, hidden, (BF16, F16)[index % 2], (F32, BF16)[index // 2 % 2], F32, data="outliers", seed=index)
         x, residual, weight = operands(case)
         x[1], residual[1] = 0, 0
-        static = quantization.per == "tensor"
-        more = {
-            "scale": torch.tensor([0.0371]) if static else None,
-            "zero_point": torch.tensor([-7], dtype=torch.int32) if static and quantization.zero_point else None,
-        }
-        fields = {"quantization": text, "flags": {"eps": 1e-6, **flags[index % 3]}}
-        yield _vector(fields, {"x": x, "residual": residual, "weight": weight, **more})
+        fields = {"quantization": str(quantization), "flags": {"eps": 1e-6, **flags[index % 3]}}
+        yield _vector(fields, {"x": x, "residual": residual, "weight": weight, **_scale_given(quantization)})
+    for function, case, (preset, changes), flags in _quantizing_cases():
+        quantization = replace(getattr(fusednorm.quantizations, preset), **changes)
+        x, residual, weight = operands(case)
+        bias = weights_of(replace(case, weight=BF16), 0, 20)
+        tensors = {"x": x, "y": x, "z": x, "residual": residual, "weight": weight, "bias": bias}
+        tensors |= _scale_given(quantization)
+        fields = {"function": function, "quantization": str(quantization), "flags": flags}
+        yield _vector(fields, {name: tensors[name] for name in NAMES[function][0]})
+
+
+def _scale_given(quantization):
+    """The scale and the zero point that a call needs, or None."""
+    static = quantization.per == "tensor"
+    return {
+        "scale": torch.tensor([0.0371]) if static else None,
+        "zero_point": torch.tensor([-7], dtype=torch.int32) if static and quantization.zero_point else None,
+    }
+
+
+def _quantizing_cases():
+    """Function, case, a preset with its changes, and flags."""
+    per_token, groups, static = ("VLLM_FP8_TOKEN", {}), ("SGLANG_FP8_BLOCK", {"per": 16}), ("VLLM_FP8_STATIC", {})
+    azp, static_azp = ("VLLM_INT8_TOKEN_AZP_CPU", {}), ("VLLM_INT8_STATIC_AZP", {})
+    int8, wide = ("VLLM_INT8_TOKEN_CPU", {}), {"between": "float32"}
+    for dtype, quantization in ((BF16, azp), (F16, groups), (F32, static_azp), (F64, per_token)):
+        yield "quantize", Case(2, 48, dtype, data="outliers"), quantization, {}
+    of_norms = (
+        (Case(2, 48, BF16, F32, BF16), per_token, {}),
+        (Case(2, 48, F16, F16, F32), groups, {**wide, "weight_offset": 1.0, "round_norm": True}),
+        (Case(2, 45, F32, BF16, F16), azp, {"eps": 1e-3}),
+        (Case(2, 45, F64, F32, F64), static, {}),
+    )
+    for case, quantization, flags in of_norms:
+        yield "rms_norm_quant", case, quantization, flags
+        yield "layer_norm_quant", case, quantization, flags
+        yield "fused_add_layer_norm_quant", case, quantization, {**flags, "round_sum": case.hidden != 45}
+    for dtype, quantization, flags in ((BF16, int8, {}), (F16, groups, wide), (F32, static, {}), (F64, per_token, {})):
+        yield "relu2_quant", Case(2, 48, dtype, data="nan row"), quantization, flags
 
 
 def _gate_cases():
@@ -321,7 +415,7 @@ def _gate_cases():
     for activation in ("silu", "sigmoid", "gelu_tanh", "gelu", "relu2"):
         for (y, z), factor in zip(((BF16, BF16), (F16, F32), (F32, BF16), (F64, F64)), (2, 20, 60, 400), strict=True):
             yield "gate", y, z, factor, {"activation": activation}
-    for function in ("silu_and_mul", "gelu_tanh_and_mul"):
+    for function in ("silu_and_mul", "gelu_tanh_and_mul", "gelu_and_mul"):
         for (gate, up), between in zip(((BF16, BF16), (F16, F16), (BF16, F32)), (None, "float32", None), strict=True):
             yield function, gate, up, 3, {"between": between}
 
@@ -437,7 +531,8 @@ FILES = {
 def main(folder=_FOLDER):
     """Writes the files into a folder."""
     with fusednorm.use_backend("reference"):
-        made = {file.name: list(of_file()) for file, of_file in FILES.items()}
+        made = {file: list(of_file()) for file, of_file in FILES.items()}
+    made = {file.name: in_lines(file.name, read(file) if file.exists() else [], made[file]) for file in made}
     for name, of_file in made.items():
         write(folder / name, of_file)
 

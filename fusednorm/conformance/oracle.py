@@ -157,6 +157,13 @@ def rms_norm(leaves, incoming, eps=1e-6, **flags):
     return y, dx, dweight, dbias
 
 
+def l2_norm(leaves, incoming, eps=1e-6, **flags):
+    (x,) = leaves
+    acc, size = accumulator(x), x.shape[-1]
+    weight = torch.from_numpy(np.full(size, 1 / np.sqrt(np.float64(size)), acc))
+    return rms_norm((x, weight, None), incoming, eps / size, **flags)[:2]
+
+
 def fused_add_layer_norm(leaves, incoming, eps=1e-5, **flags):
     return fused_add_rms_norm(leaves, incoming, eps, center=True, **flags)
 
@@ -252,6 +259,13 @@ def _turned(heads, cos, sin, acc, interleaved, rounded_to, dtype):
         found[..., one] = product(a, cj) - product(b, sj)
         found[..., other] = product(a, sj) + product(b, cj)
     return round_to(found, dtype)
+
+
+@np.errstate(all="ignore")
+def rotate(leaves, incoming, interleaved=False, round_products=False):
+    x, cos, sin = leaves
+    how = (accumulator(x), interleaved, x.dtype if round_products else None, x.dtype)
+    return _turned(to_numpy(x), cos, sin, *how), _turned(to_numpy(incoming[0]), cos, -sin, *how)
 
 
 @np.errstate(all="ignore")

@@ -3,11 +3,13 @@
 It shares no code or method with that file: it looks 8-bit floating-point numbers up in a list of all of them.
 """
 
+import functools
+
 import numpy as np
 import torch
 
 from fusednorm.conformance.oracle import _rounded, forward, to_numpy
-from fusednorm.conformance.oracle_gated import gated
+from fusednorm.conformance.oracle_gated import activated, gated
 
 ONE = np.float32(1)
 
@@ -124,7 +126,7 @@ def quantized(y, quantization, scale=None, zero_point=None):
 
 
 def fused_add_rms_norm_quant(
-    x, residual, weight, eps, quantization, between=None, scale=None, zero_point=None, **flags
+    x, residual, weight, eps=1e-6, quantization=None, between=None, scale=None, zero_point=None, **flags
 ):
     """The bytes, the scales, the zero points, the rows in x's dtype, and the sum or None."""
     y, total, _, _ = forward(x, residual, weight, eps, **flags, out_dtype=between or x.dtype)
@@ -132,7 +134,25 @@ def fused_add_rms_norm_quant(
     return *found, to_numpy(_rounded(y, x.dtype)), total
 
 
+rms_norm_quant = functools.partial(fused_add_rms_norm_quant, residual=None)
+fused_add_layer_norm_quant, layer_norm_quant = (
+    functools.partial(of_norm, center=True, eps=1e-5) for of_norm in (fused_add_rms_norm_quant, rms_norm_quant)
+)
+
+
+def quantize(y, quantization, scale=None, zero_point=None):
+    """The bytes, the scales and the zero points of the public function."""
+    return quantized(y, quantization, scale, zero_point)
+
+
 def silu_and_mul_quant(gate, up, quantization, between=None, scale=None, zero_point=None):
-    """The bytes, the scales and the zero points of ``silu_and_mul_quant``."""
+    """The same of this one."""
     (product,) = gated(up, gate, "silu", between or gate.dtype, between or gate.dtype)
     return quantized(product, quantization, scale, zero_point)
+
+
+@np.errstate(all="ignore")
+def relu2_quant(z, quantization, between=None, scale=None, zero_point=None):
+    """The same of this one."""
+    f, _ = activated(to_numpy(z).astype(np.float64 if z.dtype == torch.float64 else np.float32), "relu2")
+    return quantized(_rounded(f, between or z.dtype), quantization, scale, zero_point)
