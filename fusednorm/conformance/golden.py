@@ -173,10 +173,10 @@ def in_lines(name, there, made):
 
     It ends the process if one that is there was not made again, with the same inputs and bits.
     """
-    if gone := [f"line {at}" for at, vector in enumerate(there, 2) if vector not in made]:
+    if gone := [at for at, vector in enumerate(there, 2) if vector not in made]:
         sys.exit(
-            f"{name}, {', '.join(gone)}: no case makes these inputs and bits any more; nothing was written. Leave the "
-            "cases that are there as they are, or for a new SPEC_VERSION remove the file first"
+            f"{name}: no case makes the inputs and bits of line {gone[0]} any more, nor of {len(gone) - 1} others; "
+            "nothing was written. Leave cases that are there as they are, or remove the file for a new SPEC_VERSION"
         )
     return there + [vector for vector in made if vector not in there]
 

@@ -8,7 +8,11 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
+import fusednorm
 from fusednorm.conformance import golden, plugin
+from fusednorm.conformance.cases import F32
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "example_backend"
 SOME = "golden or (equals_unfused and float16) or (sizes and (-33 or -1025)) or (test_data and float16)"
@@ -95,3 +99,37 @@ def test_golden_vectors_are_those_that_their_script_writes(tmp_path):
     golden.main(tmp_path)
     for file in golden.FILES:
         assert (tmp_path / file.name).read_text() == file.read_text(), file.name
+
+
+def gated_cases(monkeypatch, *cases):
+    """Puts cases before those of the gated file."""
+    there = list(golden._stepped_cases())
+    monkeypatch.setattr(golden, "_stepped_cases", lambda: [*cases, *there])
+    monkeypatch.setattr(golden, "FILES", {golden.GATED: golden.FILES[golden.GATED]})
+
+
+def test_a_case_leaves_the_others_alone(tmp_path, monkeypatch):
+    """Wherever it is put: all lines that a file has stay as they are, and so do the numbers of its vectors."""
+    gated_cases(monkeypatch, ("gelu", F32, None, {"out_dtype": None}))
+    golden.main(tmp_path)
+    before, after = (folder / golden.GATED.name for folder in (golden.GATED.parent, tmp_path))
+    assert after.read_text().startswith(before.read_text().removesuffix("\n]\n") + ",\n")
+    assert [golden.function_of(vector) for vector in golden.read(after)[-2:]] == ["gelu_and_mul", "gelu"]
+
+
+def test_a_preset_leaves_the_others_alone(monkeypatch):
+    """Numbers of presets, not their sequence, decide the rows."""
+    there = golden.read(golden.QUANTIZED)
+    monkeypatch.setattr(golden, "PRESETS", {"VLLM_FP8_TENSOR": 99} | dict(reversed(golden.PRESETS.items())))
+    with fusednorm.use_backend("reference"):
+        made = list(golden.vectors_of_quantized())
+    assert len(golden.in_lines("quantized", there, made)) == len(there) + 1
+
+
+def test_a_vector_that_is_there_does_not_change(tmp_path, monkeypatch):
+    gated_cases(monkeypatch)
+    (first, *others) = golden._gate_cases()
+    monkeypatch.setattr(golden, "_gate_cases", lambda: [(*first[:3], 3, first[4]), *others])
+    with pytest.raises(SystemExit, match=r"golden-gated.json: no case .* of line 2 any more, nor of 0 others"):
+        golden.main(tmp_path)
+    assert list(tmp_path.iterdir()) == []
