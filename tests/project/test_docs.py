@@ -12,12 +12,15 @@ import io
 import pkgutil
 import re
 import runpy
+from importlib import import_module
 from pathlib import Path
 
+import public_api
 import pytest
 import torch
 
 import fusednorm
+from fusednorm.operations.listed import every
 
 sybil = pytest.importorskip("sybil", reason="`tox -e docs` installs sybil")
 
@@ -79,12 +82,45 @@ def test_commands_name_the_torch_that_they_install():
     assert [name for name, until in found if "pytorch.org/whl/" not in until] == []
 
 
+def documented(page):
+    """The full names that docs/api.md has: in tables of signatures, and in directives of Sphinx."""
+    in_tables = {f"fusednorm.{name}" for name in re.findall(r"^\| `([\w.]+)\(", page, flags=re.M)}
+    directives = set(re.findall(r"^\.\. [\w:]+:: (fusednorm\.[\w.]+)", page, flags=re.M))
+    for module, options in re.findall(r"^\.\. automodule:: (fusednorm\S*)\n((?:   .*\n)*)", page, flags=re.M):
+        excluded = re.findall(r":exclude-members: (.*)", options)
+        left_out = {name.strip() for names in excluded for name in names.split(",")}
+        if ":members:" in options:
+            members = public_api.names(import_module(module))
+            directives |= {f"{module}.{name}" for name in members if name not in left_out and name != "__version__"}
+    return in_tables, directives
+
+
 def test_every_public_name_is_in_the_reference():
-    """Sphinx finds those that the page does not exclude."""
-    page = (ROOT / "docs" / "api.md").read_text()
-    (excluded,) = re.findall(r"automodule:: fusednorm\n   :members:\n   :exclude-members: (.*)", page)
-    documented = re.findall(r"^\.\. .*:: fusednorm\.(\w+)$", page, flags=re.M)
-    assert set(excluded.split(", ")) <= set(documented)
+    """By one of its names: `use_backend` has two. Functions and modules of `fusednorm` itself are in a table."""
+    in_tables, directives = documented((ROOT / "docs" / "api.md").read_text())
+    known, missing = [pkgutil.resolve_name(name) for name in in_tables | directives], []
+    for module in map(import_module, public_api.MODULES):
+        for name in public_api.names(module):
+            value, full = getattr(module, name), f"{module.__name__}.{name}"
+            if full not in in_tables | directives and not any(value is other for other in known):
+                missing.append(full)
+            called = inspect.isfunction(value) or (inspect.isclass(value) and issubclass(value, torch.nn.Module))
+            if module is fusednorm and called and full not in in_tables:
+                missing.append(f"{full}, in a table")
+    assert not missing, f"docs/api.md lacks {missing}: write `name(signature)` in a table, or a directive"
+
+
+def test_every_operation_is_in_the_specification():
+    """The table of its first section says where, and that section names it outside of examples."""
+    page = re.sub(r"```.*?```", "", (ROOT / "docs" / "spec.md").read_text(), flags=re.DOTALL)
+    sections = {int(number): text for number, text in re.findall(r"^## (\d+)\. (.*?)(?=^## |\Z)", page, re.M | re.S)}
+    sections[0] = ""
+    rows = re.findall(r"^\| (\d+) \| (`.*`) \|$", sections[1], flags=re.M)
+    places = {name: int(number) for number, names in rows for name in re.findall(r"`(\w+)`", names)}
+    operations = [name for name, one in every().items() if one.function.__module__.startswith("fusednorm.")]
+    lacks = [name for name in operations if not re.search(rf"\b{name}\b", sections[places.get(name, 0)])]
+    assert not lacks, f"docs/spec.md lacks {lacks}: name each in section 1's table, and its formula in that section"
+    assert places.keys() == set(operations), "docs/spec.md names functions that fusednorm does not have"
 
 
 def test_the_attributes_of_a_backend():
