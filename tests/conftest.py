@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import fusednorm
 from fusednorm.conformance import plugin
 
 HERE = Path(__file__).parent
@@ -32,6 +33,21 @@ def pytest_configure(config):
     if plugin.interpreted():
         patch_language_once()
         make_types_once()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Skips a test of the C library, or one that asks for the backend `cpu`, where there is none (`tox -e python`)."""
+    from fusednorm.calls import fast_path  # not before pytest_configure
+
+    if not fast_path.COMPILED and item.get_closest_marker("compiled"):
+        pytest.skip("takes the C library")
+    try:
+        return (yield)
+    except fusednorm.BackendError as error:
+        if fast_path.COMPILED or "fusednorm._cpu" not in str(error):
+            raise
+        pytest.skip("takes the C library: it asks for the backend cpu")
 
 
 def patch_language_once():

@@ -117,6 +117,7 @@ KNOWN_IN_0_3 |= {"gate_backward", "gate_steps", "gate_interleaved", "softcap", "
 KNOWN_IN_0_3 |= {"rotate", "affine_backward", "log_prob", "log_prob_backward", "log_prob_parts"}
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_backend_of_version_0_3(name, old):
     """Every operation with every flag and function of gates: the reference's bits, and no function but silu."""
@@ -148,6 +149,7 @@ def test_a_backend_of_version_0_3(name, old):
     assert set(functions) <= {"silu", "softcap"}
 
 
+@pytest.mark.compiled
 def test_a_younger_flag_is_asked_about_and_breaks_nothing():
     """A field with a default at the end of the flags of norms; in a process of its own, whose module has it."""
     program = Path(__file__).with_name("younger_flag.py")

@@ -319,6 +319,7 @@ def test_the_backend_of_an_operation_is_chosen_once():
         assert len(asked) == 4
 
 
+@pytest.mark.compiled
 def test_explain():
     fusednorm.register_backend("mine", backend())
     with fusednorm.use_backend("mine"):
@@ -331,6 +332,7 @@ def test_explain():
     assert "C kernels for" in fusednorm.explain(X).plan
 
 
+@pytest.mark.compiled
 def test_automatic_choice_prefers_ours_then_plug_ins_then_the_reference(monkeypatch):
     plug_in(monkeypatch, "theirs", lambda: backend(DEVICES=("meta", "cpu")))
     assert fusednorm.explain(X).backend == "cpu"
@@ -499,6 +501,7 @@ def python(code, **environment):
     )
 
 
+@pytest.mark.compiled
 def test_the_environment_requests():
     show = "print(fusednorm.explain(x).backend)"
     within = f"{show}\nwith fusednorm.use_backend('cpu'): {show}"
@@ -523,6 +526,7 @@ def test_the_environment_never_falls_back(value, message):
     assert message in done.stderr
 
 
+@pytest.mark.compiled
 def test_the_instruction_set_can_be_capped():
     for name in {cpu.variants()[0], cpu.variants()[-2]} if len(cpu.variants()) > 1 else cpu.variants():
         done = python("fusednorm.rms_norm(x); print(fusednorm.explain(x).plan)", FUSEDNORM_CPU_ISA=name.upper())
@@ -554,6 +558,7 @@ def test_a_cap_is_any_instruction_set(usable, cap, best):
     assert cpu.best(usable.split(), cap) == best
 
 
+@pytest.mark.compiled
 def test_an_unknown_instruction_set_is_a_reason():
     show = "print(*fusednorm.backends(), sep='\\n'); fusednorm.rms_norm(x)"
     done = python(show, FUSEDNORM_CPU_ISA="sse9")
@@ -563,6 +568,7 @@ def test_an_unknown_instruction_set_is_a_reason():
     assert python(show, FUSEDNORM_CPU_ISA="sse9", FUSEDNORM_BACKEND="cpu").returncode == 1
 
 
+@pytest.mark.compiled
 def test_the_plan_says_how_many_threads():
     """Also after a fork, which leaves one, whatever torch says."""
     show = "print(fusednorm.explain(x).plan.partition(', ')[2], flush=True)"

@@ -239,6 +239,7 @@ def test_tensors_without_memory():
                 call()
 
 
+@pytest.mark.compiled
 def test_the_fast_path_takes_what_is_usual_and_nothing_else():
     """Where torch has DLPack's exchange API. What it does not take, it leaves untouched."""
     from fusednorm.backends import cpu

@@ -1,7 +1,8 @@
 """Every Python example of README.md and docs/ runs as it stands, and prints what the page shows after it.
 
 Examples of a page run in its order and share their names. One that cannot run has a comment before it, which readers of
-the page do not see: ``<!-- skip: next "why" -->``. A condition there may look at ``processor``: what torch calls it.
+the page do not see: ``<!-- skip: next "why" -->``. A condition there may look at ``processor``, what torch calls it,
+and at ``compiled``, whether the C library is there.
 """
 
 import ast
@@ -20,6 +21,7 @@ import pytest
 import torch
 
 import fusednorm
+from fusednorm.calls import fast_path
 from fusednorm.operations.listed import every
 
 sybil = pytest.importorskip("sybil", reason="`tox -e docs` installs sybil")
@@ -44,7 +46,7 @@ def runs_and_prints(example):
 PARSER = sybil.Sybil([CodeBlockParser("python", runs_and_prints), SkipParser()])
 PAGES = [PARSER.parse(page) for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))]
 for page in PAGES:
-    page.namespace["processor"] = torch.backends.cpu.get_cpu_capability()
+    page.namespace |= {"processor": torch.backends.cpu.get_cpu_capability(), "compiled": fast_path.COMPILED}
 EXAMPLES = [example for page in PAGES for example in page.examples()]
 
 
