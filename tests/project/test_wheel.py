@@ -159,6 +159,21 @@ def test_the_sdist_builds_the_wheel_that_the_checkout_builds(sdist, tmp_path):
     assert wheels[0].stat().st_size < 2_300_000, "docs/releasing.md says what each part costs"
 
 
+def test_the_python_files_alone_take_no_compiler(tmp_path):
+    """The options are those of CONTRIBUTING.md and of `tox -e python`."""
+    options = re.findall(r"-C (wheel\.[\w.-]+=\w+)", (ROOT / "CONTRIBUTING.md").read_text())
+    tox = (ROOT / "tox.ini").read_text()
+    assert len(options) == 2
+    assert [option for option in options if option.replace("=", " = ") in tox] == options
+    given = [part for option in options for part in ("-C", option)]
+    hidden = os.environ | {"PATH": "/nonexistent"}
+    module("pip", "wheel", "-q", "--no-build-isolation", "--no-deps", *given, "-w", tmp_path, ROOT, env=hidden)
+    (wheel,) = tmp_path.iterdir()
+    names = contents(wheel).keys()
+    assert {"fusednorm/__init__.py", "fusednorm/backends/reference.py", "fusednorm/csrc/machine.cuh"} <= names
+    assert [name for name in names if name.endswith((".so", ".pyd", ".dylib"))] == []
+
+
 def test_texts_for_the_index(sdist, tmp_path_factory):
     module("twine", "check", "--strict", sdist, build(LINUX[0], sdist, tmp_path_factory))
 
