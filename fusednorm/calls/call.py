@@ -200,7 +200,7 @@ class KindOfCall(NamedTuple):
         return f"x {str(self.x)[6:]}, hidden size {self.hidden_size}, on {self.device}"
 
 
-#: What decides the backend of a call.
+#: Everything that decides the backend of a call.
 Operation: TypeAlias = RMSNorm | KindOfCall
 
 

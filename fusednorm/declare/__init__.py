@@ -1,1 +1,1 @@
-"""What an operation is: declared as data, and compiled once into the functions that calls go through."""
+"""Operations as data, each compiled once into the functions that its calls go through."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from fusednorm.calls.call import AnyCall, Backward, BackwardCall, Forward, ForwardCall
 
 if TYPE_CHECKING:
-    from fusednorm.engine.choose import Backend
+    from fusednorm.engine.backend import Backend
 
 #: New outputs are filled with the bits of a signalling NaN, as integers of the dtype's size. Arithmetic and conversions
 #: return quiet NaNs only, so an element that still has these bits was not written.

@@ -15,7 +15,7 @@ from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 
@@ -24,6 +24,7 @@ from fusednorm.backends import MODULES, NAMES
 from fusednorm.calls import fast_path
 from fusednorm.calls.call import KindOfCall, Operation, RMSNorm, Step
 from fusednorm.calls.process import BackendError, BackendInfo
+from fusednorm.engine.backend import Backend
 from fusednorm.engine.checked_backend import FirstCalls, raised_by
 from fusednorm.engine.substitutes import Composition, Meanwhile
 
@@ -32,41 +33,6 @@ ENTRY_POINTS = "fusednorm.backends"
 
 #: The user's request for the whole process: read once.
 ENVIRONMENT = os.environ.get("FUSEDNORM_BACKEND", "").strip()
-
-
-class Backend(Protocol):
-    """The functions of a backend; a module with these names is one.
-
-    Calls reach it checked: see :class:`fusednorm.call.Forward` and :class:`fusednorm.call.Backward`. An output never
-    overlaps another operand unless it is exactly that operand.
-    """
-
-    #: Device types the backend runs on (``torch.device.type``), or ``("any",)``.
-    #:
-    #: A backend whose arithmetic flushes subnormals where ``torch.set_flush_denormal`` has its caller do so also has
-    #: ``FLUSHES_WITH_CALLER = True``: the promises then hold for other callers.
-    #:
-    #: ``KNOWS``, a frozenset, has the names in :attr:`fusednorm.call.RMSNorm.features` that the backend knows: it is
-    #: given no call with another one. Without it, a backend knows the plain norm and the fused addition.
-    DEVICES: tuple[str, ...]
-
-    def unavailable(self) -> list[str]:
-        """Why this machine cannot use the backend, each reason with its cure; empty if it can."""
-
-    def unsuitable(self, operation: Operation) -> list[str]:
-        """Why the backend cannot take such a call; empty if it can."""
-
-    def plan(self, operation: Operation) -> str:
-        """How such a call would run, in words, for :func:`fusednorm.explain`."""
-
-    def forward(self, call: Any) -> None:
-        """Writes the outputs of a :class:`fusednorm.call.Forward`, and of the other calls that the backend knows.
-
-        ``fusednorm.reference.norm.outputs`` has those of the norm.
-        """
-
-    def backward(self, call: Any) -> None:
-        """Writes gradients: of a :class:`fusednorm.call.Backward` see ``fusednorm.reference.norm.gradients``."""
 
 
 _REQUIRED = ("DEVICES", "unavailable", "unsuitable", "plan", "forward", "backward")
@@ -217,9 +183,12 @@ def _unusable(name: str, device: torch.device) -> list[str]:
 
 
 def _unknown(name: str, operation: Operation) -> list[str]:
-    """The parts of an operation that a backend does not know, because they may be younger; empty if there are none."""
+    """That a backend does not know a part of an operation, because it may be younger; empty if it knows all."""
     known: frozenset[str] = getattr(load(name), "KNOWS", frozenset())
-    return [f"its kernels have no {feature}" for feature in operation.features if feature not in known][:1]
+    for feature in operation.features:
+        if feature not in known:
+            return [f"its kernels have no {feature}"]
+    return []
 
 
 def _refusal(name: str, operation: Operation) -> list[str]:
@@ -401,10 +370,10 @@ class Explanation:
     passed_over: dict[str, list[str]] = field(default_factory=dict)
     #: The operations that the backend takes and serves this one by; none if it takes this one.
     parts: tuple[RMSNorm, ...] = ()
-    #: Whether the backend does not know the declared operation, so that torch's operations compute the formula.
-    by_formula: bool = False
     #: Where gradients are recorded, the steps that torch's operations compute, in words.
     by_torch: tuple[str, ...] = ()
+    #: Whether the backend does not know the declared operation, so that torch's operations compute the formula.
+    by_formula: bool = False
 
     @property
     def composed(self) -> bool:

@@ -18,7 +18,7 @@ from fusednorm.engine.checked_backend import FirstCalls
 from fusednorm.reference import norm as reference
 
 if TYPE_CHECKING:
-    from fusednorm.engine.choose import Backend
+    from fusednorm.engine.backend import Backend
 
 
 def _widens(operation: RMSNorm) -> bool:

@@ -13,7 +13,7 @@ VARIES = "…"
 SPEAKING = {"warn", "warning", "error", "_warn_once", "_decline"}
 
 #: Functions that return reasons, which the registry puts into an error, a warning or the doctor's table.
-REASONING = {"unavailable", "unsuitable", "missing", "changed", "too_long", "_refusal"}
+REASONING = {"unavailable", "unsuitable", "missing", "changed", "too_long", "_unusable", "_unknown"}
 
 #: Caught where they are raised: `patch` and `compare` show them in a report, beside the name of what was left out, and
 #: layers of `kernels` run the model's own code.
