@@ -41,9 +41,15 @@ def on_fast_path(
     up_offset: float = 0.0,
     clamp: str = "before",
     round_steps: bool = False,
+    *others: Any,
 ) -> Tensor | None:
-    """The result, if the fast path takes the call; a public function has asked it unless gradients are recorded."""
+    """The result, if the fast path takes the call; a public function has asked it unless gradients are recorded.
+
+    ``others``: flags that C does not know.
+    """
     if between is torch.float32 or y is None or (limit, alpha, up_offset, clamp, round_steps) != _NO_STEPS:
+        return None
+    if any(others):
         return None
     # By identity: a variable of a graph of torch.fx has a dtype too, which cannot be compared.
     if between is None and out_dtype is y.dtype:
@@ -90,7 +96,7 @@ def forward(y: Tensor | None, z: Tensor, flags: Mapping[str, Any], out: Tensor |
     if backend is None and both is not None:
         backend, both = backend_for(first, "gate", flags), None
     if backend is None:
-        found = activations.gated(y, z, **flags)
+        found = activations.gated(y, z, **{name: flags[name] for name in (*_OF_CALLS, "out_dtype")})
         return found if out is None else out.copy_(found)
     read = {"y": y, "z": z} if both is None else {"both": both}
     result = new_like(z, flags["out_dtype"]) if out is None else out

@@ -79,7 +79,7 @@ class Operation(Operator):
                     return None
             given = self.prepared(given)
             operands = {operand: given[operand] for operand in self.plan.operands}
-            flags: Mapping[str, Any] = {flag: given[flag] for flag in self.declaration.flags}
+            flags: Mapping[str, Any] = {flag: given.get(flag, default) for flag, default in self._defaults}
             # C has not looked at dtypes yet.
             asked = any(flags[flag] is not None for flag in dtypes)
             flags = (self.plan.check_flags if asked else self.plan.rounded)(operands, flags)

@@ -45,30 +45,29 @@ class _Function(Operation):
         super().__init__(declaration, self._by_backend, self._gradient_by_backend, of_graphs)
         self.on_fast_path = self.open(entry, self.names)
 
-    def gating(self, z: Tensor, out_dtype: torch.dtype | None = None) -> dict[str, Any]:
-        """The flags of ``torch.ops.fusednorm.gate``."""
-        return {**GATE_FLAGS, "activation": self.activation, "out_dtype": out_dtype or z.dtype}
+    def gating(self, z: Tensor, flags: Mapping[str, Any]) -> dict[str, Any]:
+        """The flags of ``torch.ops.fusednorm.gate``; of gradients there is no dtype of the result."""
+        return {**GATE_FLAGS, "activation": self.activation, "out_dtype": flags.get("out_dtype") or z.dtype}
 
     def _formula(self, **arguments: Any) -> tuple[Tensor]:
         z = arguments.pop(self.plan.rows)
-        return (activations.gated(None, z, **self.gating(z, **arguments)),)
+        return (activations.gated(None, z, **self.gating(z, arguments)),)
 
     def compute(
         self, operands: Mapping[str, Any], flags: Mapping[str, Any], outputs: Mapping[str, Tensor]
     ) -> tuple[Tensor]:
         """See :class:`Operation`."""
         (z,) = operands.values()
-        return (gates.forward(None, z, self.gating(z, **flags), outputs.get("out")),)
+        return (gates.forward(None, z, self.gating(z, flags), outputs.get("out")),)
 
     def _by_backend(self, operands: Mapping[str, Any], flags: Mapping[str, Any]) -> tuple[Tensor]:
         return self.compute(operands, flags, {})
 
     def _gradient_by_backend(self, given: Mapping[str, Any], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
-        given = dict(given)
-        d, z = given.pop("d"), given.pop(self.plan.rows)
-        flags = self.gating(z, **given)
+        z = given[self.plan.rows]
+        flags = self.gating(z, given)
         backend = gates.backend_for(z, "gate_backward", flags)
-        return gates.backward(backend, d, (None, z), flags, (False, needs[0]))[1:]
+        return gates.backward(backend, given["d"], (None, z), flags, (False, needs[0]))[1:]
 
     def of(self, z: Tensor, out: Tensor | None, out_dtype: torch.dtype | None, **flags: Any) -> Tensor:
         """The results of the public function."""
@@ -85,12 +84,11 @@ class _Softcap(_Function):
     read_by_c = "x limit round_steps out out_dtype"
     names = "x cap round_steps out out_dtype"
 
-    def gating(  # type: ignore[override]
-        self, z: Tensor, cap: float, round_steps: bool, out_dtype: torch.dtype | None = None
-    ) -> dict[str, Any]:
+    def gating(self, z: Tensor, flags: Mapping[str, Any]) -> dict[str, Any]:
         """The steps are rounded to ``between``."""
+        round_steps = flags["round_steps"]
         between = z.dtype if round_steps and z.dtype != accumulator(z.dtype) else None
-        return {**super().gating(z, out_dtype), "between": between, "limit": cap, "round_steps": round_steps}
+        return {**super().gating(z, flags), "between": between, "limit": flags["cap"], "round_steps": round_steps}
 
 
 def _gradient_of(activation: str) -> Callable[..., tuple[Tensor | None]]:
@@ -103,7 +101,7 @@ def _gradient_of(activation: str) -> Callable[..., tuple[Tensor | None]]:
 def _gradient_of_softcap(
     d: Tensor, x: Tensor, cap: float, round_steps: bool, needs: list[bool]
 ) -> tuple[Tensor | None]:
-    flags = _SOFTCAP.gating(x, cap, round_steps)
+    flags = _SOFTCAP.gating(x, {"cap": cap, "round_steps": round_steps})
     del flags["out_dtype"]
     return activations.gate_gradients(d, None, x, **flags, needs=(False, needs[0]))[1:]
 

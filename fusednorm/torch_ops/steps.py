@@ -52,12 +52,10 @@ def _run_gate_backward(given: Mapping[str, Any], needs: Sequence[bool]) -> tuple
     return gates.backward(backend, given["d"], (given["y"], given["z"]), given, needs)
 
 
-def _check_gate(
-    y: Tensor, z: Tensor, activation: str, between: torch.dtype | None, out_dtype: Any = None, **steps: Any
-) -> Mapping[str, Any]:
+def _check_gate(y: Tensor, z: Tensor, activation: str, between: torch.dtype | None, **flags: Any) -> Mapping[str, Any]:
     check_activation(activation)
     wide = torch.float64 if torch.float64 in (y.dtype, z.dtype) else torch.float32
-    numbers = check_gate_steps(GateSteps(**steps), activation, wide)
+    numbers = check_gate_steps(GateSteps(*[flags[step] for step in GateSteps._fields]), activation, wide)
     if between is not None and (between not in (torch.float16, torch.bfloat16) or wide is torch.float64):
         raise TypeError(
             "between must be None, torch.float16 or torch.bfloat16, and None where an operand is float64, got "
@@ -89,18 +87,22 @@ GATE = Operator(
 )
 
 
-def _rotate_on_fast_path(x: Tensor, cos: Tensor, sin: Tensor, *how: Any) -> Tensor | None:
-    found = execute.rotate_on_fast_path([x], (cos, sin, None), Rotation(*how))
+def _rotate_on_fast_path(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rounded_to: Any, dtype: Any, *others: Any
+) -> Tensor | None:
+    if any(others):  # flags that C does not know
+        return None
+    found = execute.rotate_on_fast_path([x], (cos, sin, None), Rotation(interleaved, rounded_to, dtype))
     return None if found is None else cast(Tensor, found[0])
 
 
 def _run_rotate(operands: Operands, flags: Flags) -> tuple[Tensor]:
     x, cos, sin = cast("tuple[Tensor, Tensor, Tensor]", operands.values())
-    how = Rotation(flags["interleaved"], flags["rounded_to"], flags["dtype"])
-    rotated = _rotate_on_fast_path(x, cos, sin, *how[:3])
+    interleaved, rounded_to, dtype = (flags[name] for name in ("interleaved", "rounded_to", "dtype"))
+    rotated = _rotate_on_fast_path(x, cos, sin, interleaved, rounded_to, dtype)
     if rotated is None:
-        found = execute.rotate([Head(x)], (cos, sin, None), how)
-        rotated = rotation.rotated(x, cos, sin, **flags) if found is None else found[0]
+        found = execute.rotate([Head(x)], (cos, sin, None), Rotation(interleaved, rounded_to, dtype))
+        rotated = rotation.rotated(x, cos, sin, interleaved, rounded_to, dtype) if found is None else found[0]
     return as_new((rotated,), (x,))  # type: ignore[return-value]
 
 

@@ -1,17 +1,31 @@
-"""Calls of all functions where the flags of norms have one field more, which has a default; test_knows.py runs this."""
+"""Calls of all functions where the flags of norms, and of each declared operation, have one more at their end.
+
+It has a default, and no formula takes it; test_knows.py runs this.
+"""
 
 from importlib.machinery import SourceFileLoader
 
 import torch
 
 LAST = "    center: bool = False\n"
+REFUSED = "    refused: Sequence[tuple[Mapping[str, Any], type[Exception], str]] = ()\n"
+YOUNGER = """
+    def __post_init__(self):
+        formula, flags = self.formula, {**self.flags, "younger": False}
+        object.__setattr__(self, "formula", lambda younger, **given: formula(**given))
+        object.__setattr__(self, "flags", flags)
+"""
+CHANGED = {"calls.call": (LAST, f"{LAST}    younger: bool = False\n")}
+CHANGED["declare.declaration"] = (REFUSED, REFUSED + YOUNGER)
 of_source = SourceFileLoader.get_code
 
 
 def get_code(loader, name):
-    if name != "fusednorm.calls.call":
+    if name.removeprefix("fusednorm.") not in CHANGED:
         return of_source(loader, name)
-    changed = loader.get_source(name).replace(LAST, f"{LAST}    younger: bool = False\n", 1)
+    old, new = CHANGED[name.removeprefix("fusednorm.")]
+    changed = loader.get_source(name).replace(old, new, 1)
+    assert new in changed
     return compile(changed, loader.path, "exec")
 
 
@@ -21,8 +35,11 @@ import every_operation as every  # noqa: E402
 
 import fusednorm  # noqa: E402
 from fusednorm.calls.call import Flags, operation_of  # noqa: E402
+from fusednorm.operations.modulate import _MODULATE  # noqa: E402
+from fusednorm.torch_ops.operator import DECLARED  # noqa: E402
 
 assert Flags._fields[-1] == "younger"
+assert all([*operator.declaration.flags][-1] == "younger" for operator in DECLARED.values())
 
 
 def results(name, function, operands):
@@ -52,3 +69,5 @@ for name, (function, operands) in calls.items():
 x = torch.ones(2, 8)
 assert operation_of(x, None, None, Flags()).features == ()
 assert operation_of(x, None, None, Flags(younger=True)).features == ("younger",)
+flags = {"round_steps": False, "out_dtype": None, "younger": True}
+assert _MODULATE.plan.step_of(flags).also == ("modulate.younger",)
