@@ -89,6 +89,12 @@ static PyMethodDef methods[] = {
     {"entry", fn_new_entry, METH_VARARGS,
      "entry(kind, names, places, usual, fill, returned, request, recorded, otherwise)\n--\n\nA function for calls of a kind; see "
      "fast_path_entries.c."},
+    {"open_modules", fn_open_modules, METH_VARARGS,
+     "open_modules(dictionaries of hooks of all modules, names of a module's own, whether there is autocast)\n--\n\n"
+     "Whether norms of modules are understood."},
+    {"taken", (PyCFunction)(void (*)(void))fn_taken, METH_FASTCALL,
+     "taken(attributes of a module, values by name, forms by dtypes, x, a tensor beside x or None)\n--\n\nThe form, the weight "
+     "and the bias of a norm; None if Python must look."},
     {"open_cpu", open_cpu, METH_VARARGS, "open_cpu(address of fn_run)\n--\n\nLets CPU tensors through."},
     {"open_cuda", fn_open_cuda, METH_VARARGS,
      "open_cuda(addresses of cuLaunchKernelEx, cuCtxGetDevice, cuCtxPushCurrent and cuCtxPopCurrent)\n--\n\n"

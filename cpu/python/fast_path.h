@@ -210,6 +210,8 @@ const struct fn_call_kind *fn_call_kind_named(const char *name); /* NULL if ther
 /* Python's functions; fast_path.c has their documentation. */
 PyObject *fn_new_entry(PyObject *module, PyObject *arguments);
 PyObject *fn_follow(PyObject *module, PyObject *arguments);
+PyObject *fn_open_modules(PyObject *module, PyObject *arguments);
+PyObject *fn_taken(PyObject *module, PyObject *const *given, Py_ssize_t count);
 PyObject *fn_expect_writes_of(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
 PyObject *fn_backward_on_fast_path(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
 PyObject *fn_gate_backward_on_fast_path(PyObject *module, PyObject *const *arguments, Py_ssize_t count);

@@ -128,6 +128,22 @@ norm_gated_backward: Callable[..., bool] = _fast_path.norm_gated_backward if OPE
 #: neither a listener nor autograd must see it.
 is_direct: Callable[..., bool] = _fast_path.is_direct if OPEN else _refuse
 
+#: The dictionaries in which a module has hooks; those of all modules have "_global" before.
+_HOOKS = ("_backward_pre_hooks", "_backward_hooks", "_forward_hooks", "_forward_pre_hooks")
+
+
+def _open_modules() -> bool:
+    of_all = tuple(vars(torch.nn.modules.module).get(f"_global{name}") for name in _HOOKS)
+    autocast = getattr(torch._C, "_is_any_autocast_enabled", None)
+    known = autocast is not None and all(isinstance(hooks, dict) for hooks in of_all)
+    return known and bool(_fast_path.open_modules(of_all, _HOOKS, autocast))
+
+
+#: The form of a module's norm, and its weight and bias, as ``transformers/norms.py`` tells; None where Python must look.
+#: Its arguments are the module's attributes, the values of those that its code read, the forms by the dtypes of x, weight
+#: and bias, x, and a tensor that must be of x's dtype, or None. With such a tensor the module must call no hooks.
+taken: Callable[..., Any] = _fast_path.taken if OPEN and _open_modules() else lambda *_: None
+
 #: Types of devices, as DLPack numbers them.
 CPU, CUDA = 1, 2
 

@@ -88,10 +88,10 @@ class PatchedAttention(Patched):
             modules: dict[str, Any] = self._modules
             q_norm, k_norm = modules[site.norms[0]], modules[site.norms[1]]
             one, other = (None, None) if rotation is None else (taken_beside(q_norm, q, k), taken_beside(k_norm, k, q))
-            if one is None or other is None or not one.form.is_norm_like(other.form):
+            if one is None or other is None or not one[0].is_norm_like(other[0]):
                 q, k = q_norm(q), k_norm(k)
             else:
-                form, q_weight, k_weight = one.form, one.weight, other.weight
+                (form, q_weight, _), (_, k_weight, _) = one, other
         if rotation is not None and (angles := tables.angles()) is not None:
             x, y = q, k
             if rotation.heads == 1 and not site.transposed:

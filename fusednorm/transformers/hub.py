@@ -41,7 +41,8 @@ class RMSNorm(_Layer):
         norm = _norm(self, hidden_states, forms)
         if norm is None:
             return type(self).forward(self, hidden_states)
-        return rms_norm(hidden_states, norm.weight, norm.form.eps, **norm.form.of_norm)
+        form, weight, _ = norm
+        return rms_norm(hidden_states, weight, form.eps, **form.of_norm)
 
 
 class RMSNormGated(_Layer):
@@ -54,7 +55,8 @@ class RMSNormGated(_Layer):
             norm = _norm(self, hidden_states, _gated_forms)
         if norm is None or gate is None:
             return type(self).forward(self, hidden_states, gate)
-        return rms_norm_gated(hidden_states, gate, norm.weight, norm.form.eps, **norm.form.of_gate)
+        form, weight, _ = norm
+        return rms_norm_gated(hidden_states, gate, weight, form.eps, **form.of_gate)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -83,7 +85,7 @@ def _norm(module: torch.nn.Module, x: Tensor, trace: Callable[[torch.nn.Module, 
     _trace(module, trace)
     reads, found = module.__dict__["_fusednorm_traced"]
     norm = None if found is None else taken(found, reads, x, module)
-    return None if norm is None or norm.form.center else norm
+    return None if norm is None or norm[0].center else norm
 
 
 class SiLU(_Layer):

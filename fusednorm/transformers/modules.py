@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from fusednorm.operations.layer_norm import (
-    fused_add_layer_norm,
-    fused_add_layer_norm_on_fast_path,
-    layer_norm,
-    layer_norm_on_fast_path,
-)
-from fusednorm.operations.norm import (
-    fused_add_rms_norm,
-    fused_add_rms_norm_on_fast_path,
-    rms_norm,
-    rms_norm_on_fast_path,
-)
+from fusednorm.calls import fast_path
+from fusednorm.calls.fast_path import Entry
+from fusednorm.operations.layer_norm import fused_add_layer_norm, layer_norm
+from fusednorm.operations.norm import fused_add_rms_norm, record_sum, rms_norm
 from fusednorm.operations.norm_gated import rms_norm_gated
 from fusednorm.operations.two_norms import (
     rms_norm_add,
@@ -29,18 +21,27 @@ from fusednorm.operations.two_norms import (
     rms_norm_add_rms_norm_on_fast_path,
 )
 from fusednorm.transformers.layers import Rewritten, evaluated, rewritten
-from fusednorm.transformers.norms import Forms, Taken, narrower, taken
+from fusednorm.transformers.norms import Form, Forms, Taken, narrower, taken
 from fusednorm.transformers.reads import Reads
 from fusednorm.transformers.replacing import Patched, bare
 
 
 @dataclass
 class NormState:
-    """The state of a norm: its forms without and with a gate, and the attributes with which they hold."""
+    """The state of a norm: its forms without and with a gate, and the attributes with which they hold.
+
+    C knows the ``usual`` ones of those without a gate.
+    """
 
     forms: Forms
     gated: Forms
     reads: Reads
+    usual: dict[tuple[torch.dtype | None, ...], Form] = field(init=False)  # by the dtypes of x, weight and bias
+
+    def __post_init__(self) -> None:
+        usual = {pair: form for pair, form in self.forms.items() if form.is_usual}
+        self.usual = {(*pair, None): form for pair, form in usual.items()}
+        self.usual |= {(*pair, pair[1]): form for pair, form in usual.items() if form.center}
 
 
 class PatchedNorm(Patched):
@@ -53,13 +54,24 @@ class PatchedNorm(Patched):
         if len(args) == 1 and not kwargs:
             (x,) = args
             state = self._fusednorm
+            if not is_dynamo_compiling():
+                norm = fast_path.taken(self.__dict__, state.reads.values, state.usual, x, None)
+                if norm is not None:
+                    form, weight, bias = norm
+                    y = _on_fast_path(x, weight, bias, form.eps, form.weight_offset, form.round_norm, form.center)
+                    if y is not None:
+                        return y
             if isinstance(x, Tensor) and (norm := taken(state.forms, state.reads, x, self)) is not None:
-                return _normed(norm, x)
+                form, weight, bias = norm
+                if form.center:
+                    return layer_norm(x, weight, bias, form.eps, **form.of_norm)
+                return rms_norm(x, weight, form.eps, **form.of_norm)
         elif len(args) == 2 and not kwargs:
             x, gate = args
             norm = self._taken_with_gate(x, gate)
             if norm is not None:
-                return rms_norm_gated(x, gate, norm.weight, norm.form.eps, **norm.form.of_gate)
+                form, weight, _ = norm
+                return rms_norm_gated(x, gate, weight, form.eps, **form.of_gate)
         return super().forward(*args, **kwargs)
 
     def after_addition(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,8 +101,10 @@ class PatchedNorm(Patched):
         if not (isinstance(x, Tensor) and isinstance(gate, Tensor) and x.shape == gate.shape):
             return None
         norm = taken(self._fusednorm.gated, self._fusednorm.reads, x, self)
-        fits = norm is not None and gate.dtype == narrower(x.dtype, None if norm.weight is None else norm.weight.dtype)
-        return norm if fits else None
+        if norm is None:
+            return None
+        _, weight, _ = norm
+        return norm if gate.dtype == narrower(x.dtype, None if weight is None else weight.dtype) else None
 
 
 class PatchedLayer(Patched):
@@ -127,10 +141,12 @@ class PatchedLayer(Patched):
     def _norm_add(self, first: torch.nn.Module, x: Tensor, residual: Tensor) -> Tensor:
         """``residual + first(x)``."""
         norm = taken_beside(first, x, residual)
-        if norm is None or norm.form.center or not _alike(x, residual, norm.weight):
-            total: Tensor = residual + first(x)
-            return total
-        return rms_norm_add(x, residual, norm.weight, norm.form.eps, **norm.form.of_norm)
+        if norm is not None:
+            form, weight, _ = norm
+            if not form.center and _alike(x, residual, weight):
+                return rms_norm_add(x, residual, weight, form.eps, **form.of_norm)
+        total: Tensor = residual + first(x)
+        return total
 
     def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
         """For :func:`fusednorm.contract`: additions. The norms around them are modules of their own."""
@@ -152,17 +168,29 @@ rewritten_layer = functools.cache(rewritten)
 # longer than the norm. Functions are few therefore, and C, which compares shapes and devices, is asked before they are.
 
 
-def _normed(norm: Taken, x: Tensor) -> Tensor:
-    """The rows of a norm."""
-    form, weight, bias = norm
-    y: Tensor | None = None
-    if form.center:
-        if not is_dynamo_compiling():
-            y = layer_norm_on_fast_path(x, weight, bias, form.eps, form.weight_offset, form.round_norm)
-        return layer_norm(x, weight, bias, form.eps, **form.of_norm) if y is None else y
-    if not is_dynamo_compiling():
-        y = rms_norm_on_fast_path(x, weight, form.eps, None, form.weight_offset, form.round_norm)
-    return rms_norm(x, weight, form.eps, **form.of_norm) if y is None else y
+def _record(x: Tensor, weight: Any, bias: Any, eps: float, *flags: Any) -> Any:
+    found = _record_sum(x, None, 1.0, weight, bias, eps, *flags)
+    return found if found is None else found[0]
+
+
+def _record_sum(
+    x: Tensor,
+    residual: Tensor | None,
+    x_scale: float,
+    weight: Any,
+    bias: Any,
+    eps: float,
+    offset: float,
+    rounded: bool,
+    center: bool,
+) -> Any:
+    """As of the public functions, whose arguments have another order."""
+    return record_sum(x, residual, weight, eps, bias, x_scale, offset, True, rounded, center=center)
+
+
+_FORM = "weight bias eps weight_offset round_norm center"
+_on_fast_path = Entry("norm", f"x {_FORM}", returned=0).open(recorded=_record)
+_added_on_fast_path = Entry("norm", f"x residual x_scale {_FORM}").open(recorded=_record_sum)
 
 
 def _added(
@@ -173,28 +201,26 @@ def _added(
     if after is None or (first is None and type(x_scale) not in (float, int)):
         return None
     form, weight, bias = after
+    eps, offset, rounded, center = form.eps, form.weight_offset, form.round_norm, form.center
     both: tuple[Tensor, Tensor] | None = None
     fast = not is_dynamo_compiling()
-    offset, rounded = form.weight_offset, form.round_norm
-    if form.center:
-        if first is not None or x_scale != 1.0:
-            return None
-        if fast:
-            both = fused_add_layer_norm_on_fast_path(x, residual, weight, bias, form.eps, offset, True, rounded)
-        if both is None and _alike(x, residual, weight):
-            both = fused_add_layer_norm(x, residual, weight, bias, form.eps, **form.of_norm)
-        return both
-    eps = form.eps
+    if center and (first is not None or x_scale != 1.0):
+        return None
     if first is None:
         if fast:
-            both = fused_add_rms_norm_on_fast_path(x, residual, weight, eps, None, x_scale, offset, True, rounded)
+            both = _added_on_fast_path(x, residual, x_scale, weight, bias, eps, offset, rounded, center)
         if both is None and _alike(x, residual, weight):
-            both = fused_add_rms_norm(x, residual, weight, eps, x_scale=x_scale, **form.of_norm)
+            if center:
+                return fused_add_layer_norm(x, residual, weight, bias, eps, **form.of_norm)
+            return fused_add_rms_norm(x, residual, weight, eps, x_scale=x_scale, **form.of_norm)
         return both
     before = taken_beside(first, x, residual)
-    if before is None or before.form.center or before.form.of_norm != form.of_norm:
+    if before is None:
         return None
-    weights, first_eps = (before.weight, weight), before.form.eps
+    first_form, first_weight, _ = before
+    if first_form.center or first_form.of_norm != form.of_norm:
+        return None
+    weights, first_eps = (first_weight, weight), first_form.eps
     if fast:
         both = rms_norm_add_rms_norm_on_fast_path(x, residual, *weights, first_eps, eps, None, offset, True, rounded)
     if both is None and _alike(x, residual, *weights):
@@ -207,9 +233,15 @@ def taken_beside(norm: torch.nn.Module, x: Tensor, residual: Tensor) -> Taken | 
 
     A call of ours calls no hooks, and its operands are :func:`_alike`.
     """
-    if not (isinstance(norm, PatchedNorm) and bare(norm) and isinstance(x, Tensor) and isinstance(residual, Tensor)):
+    if not isinstance(norm, PatchedNorm):
         return None
     state = norm._fusednorm
+    if not is_dynamo_compiling():
+        found: Taken | None = fast_path.taken(norm.__dict__, state.reads.values, state.usual, x, residual)
+        if found is not None:
+            return found
+    if not (bare(norm) and isinstance(x, Tensor) and isinstance(residual, Tensor)):
+        return None
     return taken(state.forms, state.reads, x, norm) if x.dtype == residual.dtype else None
 
 

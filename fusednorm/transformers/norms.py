@@ -11,7 +11,7 @@ import itertools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, dtype, fx
@@ -49,6 +49,11 @@ class Form:
     added: float = 0.0
 
     @property
+    def is_usual(self) -> bool:
+        """Whether it holds for all rows, with the module's weight as it is."""
+        return self.dims is None and self.length is None and not self.added
+
+    @property
     def of_norm(self) -> dict[str, Any]:
         """The arguments of :func:`fusednorm.rms_norm` after eps."""
         return {"weight_offset": self.weight_offset, "round_norm": self.round_norm}
@@ -69,12 +74,8 @@ class Form:
 Forms = dict[tuple[dtype, dtype | None], Form]
 
 
-class Taken(NamedTuple):
-    """The form of a module, and the weight and the bias that its call takes; the bias of a LayerNorm."""
-
-    form: Form
-    weight: Any
-    bias: Any
+#: The form of a module, and the weight and the bias that its call takes; the bias of a LayerNorm.
+Taken = tuple[Form, Any, Any]
 
 
 def taken(found: Forms, reads: Reads, x: Tensor, module: torch.nn.Module) -> Taken | None:
@@ -96,7 +97,7 @@ def taken(found: Forms, reads: Reads, x: Tensor, module: torch.nn.Module) -> Tak
     for name, value in reads.values.items():
         if own.get(name, ...) is not value and not reads.hold(module):
             return None
-    return Taken(form, weight + form.added if form.added else weight, bias)
+    return form, weight + form.added if form.added else weight, bias
 
 
 def narrower(x: dtype, weight: dtype | None) -> dtype:
