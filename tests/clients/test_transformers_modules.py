@@ -22,8 +22,10 @@ from torch.nn import ModuleList
 from torch.utils._pytree import tree_leaves
 
 import fusednorm.transformers
+from fusednorm.calls import fast_path
 from fusednorm.transformers import rotations
 from fusednorm.transformers.modules import PatchedNorm
+from fusednorm.transformers.norms import taken
 
 transformers = pytest.importorskip("transformers", reason="the tox environment `transformers` installs it")
 
@@ -330,6 +332,74 @@ def test_layers_in_another_sequence(name):
         assert (gone() is None) == (change != "reordered")
         with torch.no_grad():
             same([rows(model)], [rows(edited(wanted, change))])
+
+
+class OfAnotherType(torch.Tensor):
+    """A tensor that C does not know."""
+
+
+def elsewhere(norm):
+    """Has the weight be an attribute, as FSDP does."""
+    weight = norm.weight.detach()
+    del norm.weight
+    norm.weight = weight
+
+
+def autocast():
+    context = torch.autocast("cpu", torch.bfloat16)
+    context.__enter__()
+    return lambda: context.__exit__(None, None, None)
+
+
+of_modules = torch.nn.modules.module
+
+#: Changes of a norm of bfloat16 after which a call of ours may compute something else, or must look elsewhere. They
+#: return nothing, or a function that undoes them.
+CHANGES = {
+    "eps": lambda norm: setattr(norm, "eps", 0.5),
+    "no eps": lambda norm: delattr(norm, "eps"),
+    "forward": lambda norm: setattr(norm, "forward", print),
+    "a hook": lambda norm: norm.register_forward_hook(print).remove,
+    "a hook before": lambda norm: norm.register_forward_pre_hook(print).remove,
+    "a hook of gradients": lambda norm: norm.register_full_backward_hook(print).remove,
+    "a hook before gradients": lambda norm: norm.register_full_backward_pre_hook(print).remove,
+    "a hook of all": lambda norm: of_modules.register_module_forward_hook(print).remove,
+    "a hook of all before": lambda norm: of_modules.register_module_forward_pre_hook(print).remove,
+    "a hook of all gradients": lambda norm: of_modules.register_module_full_backward_hook(print).remove,
+    "a hook before all gradients": lambda norm: of_modules.register_module_full_backward_pre_hook(print).remove,
+    "a weight of another dtype": lambda norm: setattr(norm, "weight", torch.nn.Parameter(norm.weight.double())),
+    "a weight of another type": lambda norm: norm._parameters.update(weight=torch.ones(8).as_subclass(OfAnotherType)),
+    "a weight elsewhere": elsewhere,
+    "no weight": lambda norm: setattr(norm, "weight", None),
+    "a bias of another dtype": lambda norm: norm.register_parameter("bias", torch.nn.Parameter(torch.ones(8))),
+    "autocast": lambda norm: autocast(),
+}
+
+
+@pytest.mark.skipif(not fast_path.OPEN, reason="without the fast path Python looks at all calls")
+@pytest.mark.parametrize("kind", [torch.nn.LayerNorm, torch.nn.RMSNorm])
+def test_c_takes_a_norm_as_python_does(kind):
+    x = torch.ones(2, 8, dtype=torch.bfloat16)
+    norm = kind(8, eps=1e-3).bfloat16()
+    fusednorm.transformers.patch(torch.nn.Sequential(norm))
+    state = norm._fusednorm
+
+    def of_c(norm, x, beside):
+        return fast_path.taken_on_fast_path(norm.__dict__, state.reads.values, state.usual, x, beside)
+
+    expected = taken(state.forms, state.reads, x, norm)
+    for beside in (None, x):
+        found = of_c(norm, x, beside)
+        assert list(map(id, found)) == list(map(id, expected))
+    for rows, beside in ((x, x.float()), (x.double(), x.double()), (x.as_subclass(OfAnotherType), x), (1, x)):
+        assert of_c(norm, rows, beside) is None
+    for name, change in CHANGES.items():
+        changed = copy.deepcopy(norm)
+        undo = change(changed)
+        found = of_c(changed, x, x)
+        if undo is not None:
+            undo()
+        assert found is None, name
 
 
 class StopError(Exception):
