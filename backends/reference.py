@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from fusednorm.reference.norm import *  # noqa: F403 - here were the formulas before they had a folder
@@ -16,8 +17,8 @@ DEVICES = ("any",)
 
 KNOWS = frozenset(("residual_dtype", "norm_before_add", "affine", "x_scale", "center"))
 
-#: As all of torch's arithmetic on a CPU.
-FLUSHES_WITH_CALLER = True
+#: As all of torch's arithmetic on a CPU, unless the C library sets it (``calls/arithmetic.py``).
+FLUSHES_WITH_CALLER = find_spec("fusednorm._cpu") is None
 
 
 def unavailable() -> list[str]:

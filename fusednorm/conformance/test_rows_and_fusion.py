@@ -290,7 +290,7 @@ print(flushes, *(t.view(torch.int32).unique().tolist() for t in (total, dweight)
 @pytest.mark.left_out("triton_cpu")
 def test_subnormals_survive_a_caller_that_flushes_them(mode):
     if mode.flushes_with_caller:
-        pytest.skip("plain torch operations, and NumPy's, follow torch's setting, as docs/spec.md says")
+        pytest.skip("NumPy's operations follow torch's setting, as do torch's without the C library (docs/spec.md)")
     if mode.on_gpu:
         pytest.skip("a GPU does not see its caller's setting")
     run = [sys.executable, "-P", "-c", FLUSH, mode.backend]
