@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from fusednorm.calls.fast_path import Entry, taken_on_fast_path
+from fusednorm.calls.fast_path import Entry, taken_in_c
 from fusednorm.operations.layer_norm import fused_add_layer_norm, layer_norm
 from fusednorm.operations.norm import fused_add_rms_norm, record_sum, rms_norm
 from fusednorm.operations.norm_gated import rms_norm_gated
@@ -54,7 +54,7 @@ class PatchedNorm(Patched):
             (x,) = args
             state = self._fusednorm
             if not is_dynamo_compiling():
-                norm = taken_on_fast_path(self.__dict__, state.reads.values, state.usual, x, None)
+                norm = taken_in_c(self.__dict__, state.reads.values, state.usual, x, None)
                 if norm is not None:
                     form, weight, bias = norm
                     y = _on_fast_path(x, weight, bias, form.eps, form.weight_offset, form.round_norm, form.center)
@@ -236,7 +236,7 @@ def taken_beside(norm: torch.nn.Module, x: Tensor, residual: Tensor) -> Taken | 
         return None
     state = norm._fusednorm
     if not is_dynamo_compiling():
-        found: Taken | None = taken_on_fast_path(norm.__dict__, state.reads.values, state.usual, x, residual)
+        found: Taken | None = taken_in_c(norm.__dict__, state.reads.values, state.usual, x, residual)
         if found is not None:
             return found
     if not (bare(norm) and isinstance(x, Tensor) and isinstance(residual, Tensor)):

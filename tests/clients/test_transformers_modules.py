@@ -385,7 +385,7 @@ def test_c_takes_a_norm_as_python_does(kind):
     state = norm._fusednorm
 
     def of_c(norm, x, beside):
-        return fast_path.taken_on_fast_path(norm.__dict__, state.reads.values, state.usual, x, beside)
+        return fast_path.taken_in_c(norm.__dict__, state.reads.values, state.usual, x, beside)
 
     expected = taken(state.forms, state.reads, x, norm)
     for beside in (None, x):
