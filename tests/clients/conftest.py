@@ -1,8 +1,16 @@
-"""vLLM as it was, for tests of the plug-in in this process."""
+"""Patched layers that fuse nothing, and vLLM as it was, for tests of the plug-in in this process."""
 
 import logging
 
 import pytest
+
+
+@pytest.fixture
+def unfused(monkeypatch):
+    """Call it, and from then on patched layers add and normalise one after the other."""
+    from fusednorm.transformers import modules
+
+    return lambda: monkeypatch.setattr(modules, "_added", lambda *_: None)
 
 
 @pytest.fixture

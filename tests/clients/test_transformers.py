@@ -91,16 +91,20 @@ def undone():
                     del value.kernel_layer_name, value.kernel_condition
 
 
-def model_of(config_class, arguments, dtype):
-    """A model with random weights, also in its norms."""
-    config = getattr(transformers, config_class)(**SMALL | arguments)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+def with_random_norms(model):
+    """The model, whose vectors, as weights of norms, get random numbers."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter += 0.1 * torch.randn_like(parameter)
-    return model.eval()
+    return model
+
+
+def model_of(config_class, arguments, dtype):
+    """A model with random weights, also in its norms."""
+    config = getattr(transformers, config_class)(**SMALL | arguments)
+    torch.manual_seed(0)
+    return with_random_norms(transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval())
 
 
 def build(name, dtype=torch.bfloat16):
@@ -120,12 +124,6 @@ def patched(model):
 def logits(model, **kwargs):
     with torch.no_grad():
         return model(tokens(), **kwargs).logits
-
-
-@pytest.fixture
-def unfused(monkeypatch):
-    """Call it, and from then on patched layers add and normalise one after the other."""
-    return lambda: monkeypatch.setattr(modules, "_added", lambda *_: None)
 
 
 @family

@@ -16,6 +16,8 @@ from compat_bounds import layer_norm_bound
 
 transformers = pytest.importorskip("transformers", reason="the tox environment `transformers` installs it")
 
+from test_transformers import with_random_norms  # noqa: E402 - after the line that skips
+
 SMALL = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -63,12 +65,7 @@ def build(name, dtype=torch.bfloat16, **arguments):
     config_class, others, *_ = FAMILIES[name]
     torch.manual_seed(0)
     config = getattr(transformers, config_class)(**SMALL | others | arguments)
-    model = transformers.AutoModel.from_config(config).to(dtype).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter += 0.1 * torch.randn_like(parameter)
-    return model
+    return with_random_norms(transformers.AutoModel.from_config(config).to(dtype).eval())
 
 
 def result(model):
@@ -83,12 +80,6 @@ def result(model):
         case _:
             inputs = {"input_ids": ids}
     return model(**inputs).last_hidden_state
-
-
-@pytest.fixture
-def unfused(monkeypatch):
-    """Call it, and from then on patched layers add and normalise one after the other."""
-    return lambda: monkeypatch.setattr(modules, "_added", lambda *_: None)
 
 
 @family
