@@ -93,7 +93,7 @@ static PyMethodDef methods[] = {
      "open_modules(dictionaries of hooks of all modules, names of a module's own, whether there is autocast)\n--\n\n"
      "Whether norms of modules are understood."},
     {"taken", (PyCFunction)(void (*)(void))fn_taken, METH_FASTCALL,
-     "taken(attributes of a module, values by name, forms by dtypes, x, a tensor beside x or None)\n--\n\nThe form, the weight "
+     "taken(attributes of a module, values by name, forms by dtypes, x[, a tensor beside x])\n--\n\nThe form, the weight "
      "and the bias of a norm; None if Python must look."},
     {"open_cpu", open_cpu, METH_VARARGS, "open_cpu(address of fn_run)\n--\n\nLets CPU tensors through."},
     {"open_cuda", fn_open_cuda, METH_VARARGS,

@@ -46,11 +46,12 @@ static PyObject *dtype_of(PyObject *object) {
     return modules.get_dtype(modules.dtype, object, (PyObject *)fn_tensor_type);
 }
 
-/* (form, weight, bias) for an x of this dtype, and of the same dtype as `beside`; NULL if there is no form. */
+/* (form, weight, bias) for an x of this dtype, which is that of `beside` unless that is NULL; NULL if there is no form. */
 static PyObject *taken(PyObject *forms, PyObject *weight, PyObject *bias, PyObject *x, PyObject *beside) {
-    PyObject *of_x = dtype_of(x), *of_weight = dtype_of(weight), *of_bias = dtype_of(bias), *other = dtype_of(beside);
+    PyObject *of_x = dtype_of(x), *of_weight = dtype_of(weight), *of_bias = dtype_of(bias);
+    PyObject *other = beside ? dtype_of(beside) : NULL;
     PyObject *result = NULL;
-    if (of_x && of_weight && of_bias && other && (other == Py_None || other == of_x)) {
+    if (of_x && of_weight && of_bias && (!beside || other == of_x)) {
         PyObject *dtypes = PyTuple_Pack(3, of_x, of_weight, of_bias);
         PyObject *form = dtypes ? PyDict_GetItemWithError(forms, dtypes) : NULL;
         if (form) result = PyTuple_Pack(3, form, weight, bias);
@@ -66,18 +67,18 @@ static PyObject *taken(PyObject *forms, PyObject *weight, PyObject *bias, PyObje
 PyObject *fn_taken(PyObject *module, PyObject *const *given, Py_ssize_t count) {
     enum { ATTRIBUTES, VALUES, FORMS, X, BESIDE, ALL };
     (void)module;
-    if (!fn_takes("taken", count, ALL)) return NULL;
-    PyObject *name, *value, *attributes = given[ATTRIBUTES];
+    if (count != BESIDE && !fn_takes("taken", count, ALL)) return NULL;
+    PyObject *name, *value, *attributes = given[ATTRIBUTES], *beside = count == ALL ? given[BESIDE] : NULL;
     for (Py_ssize_t at = 0; PyDict_Next(given[VALUES], &at, &name, &value);)
         if (PyDict_GetItemWithError(attributes, name) != value) return fn_refuse(); /* Python compares them */
-    if (fn_answer(&modules.autocast) || (given[BESIDE] != Py_None && is_bare(attributes) != 1)) return fn_refuse();
+    if (fn_answer(&modules.autocast) || (beside && is_bare(attributes) != 1)) return fn_refuse();
     PyObject *parameters = PyDict_GetItemWithError(attributes, modules.parameters);
     PyObject *weight = parameters ? PyDict_GetItemWithError(parameters, modules.weight) : NULL;
     if (!weight) return fn_refuse(); /* Python looks elsewhere */
     PyObject *bias = PyDict_GetItemWithError(parameters, modules.bias);
     bias = Py_NewRef(bias ? bias : Py_None);
     Py_INCREF(weight);
-    PyObject *result = taken(given[FORMS], weight, bias, given[X], given[BESIDE]);
+    PyObject *result = taken(given[FORMS], weight, bias, given[X], beside);
     Py_DECREF(weight);
     Py_DECREF(bias);
     return result ? result : fn_refuse();

@@ -141,7 +141,7 @@ def _open_modules() -> bool:
 
 #: The form of a module's norm, its weight and its bias, as ``transformers/norms.py`` tells; None: Python must look. Its
 #: arguments are the module's attributes, the values of those that its code read, the forms by the dtypes of x, weight
-#: and bias, x, and None or a tensor, which must be of x's dtype; then the module must call no hooks.
+#: and bias, x, and maybe a tensor beside x, which must be of x's dtype; then the module must call no hooks.
 taken_in_c: Callable[..., Any] = _fast_path.taken if OPEN and _open_modules() else lambda *_: None
 
 #: Types of devices, as DLPack numbers them.

@@ -54,7 +54,7 @@ class PatchedNorm(Patched):
             (x,) = args
             state = self._fusednorm
             if not is_dynamo_compiling():
-                norm = taken_in_c(self.__dict__, state.reads.values, state.usual, x, None)
+                norm = taken_in_c(self.__dict__, state.reads.values, state.usual, x)
                 if norm is not None:
                     form, weight, bias = norm
                     y = _on_fast_path(x, weight, bias, form.eps, form.weight_offset, form.round_norm, form.center)

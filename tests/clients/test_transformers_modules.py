@@ -384,15 +384,16 @@ def test_c_takes_a_norm_as_python_does(kind):
     fusednorm.transformers.patch(torch.nn.Sequential(norm))
     state = norm._fusednorm
 
-    def of_c(norm, x, beside):
-        return fast_path.taken_in_c(norm.__dict__, state.reads.values, state.usual, x, beside)
+    def of_c(norm, *operands):
+        return fast_path.taken_in_c(norm.__dict__, state.reads.values, state.usual, *operands)
 
     expected = taken(state.forms, state.reads, x, norm)
-    for beside in (None, x):
-        found = of_c(norm, x, beside)
+    for operands in ((x,), (x, x)):
+        found = of_c(norm, *operands)
         assert list(map(id, found)) == list(map(id, expected))
-    for rows, beside in ((x, x.float()), (x.double(), x.double()), (x.as_subclass(OfAnotherType), x), (1, x)):
-        assert of_c(norm, rows, beside) is None
+    other = x.as_subclass(OfAnotherType)
+    for operands in ((x, x.float()), (x, None), (x, other), (x.double(),), (other,), (None,), (1, x)):
+        assert of_c(norm, *operands) is None
     for name, change in CHANGES.items():
         changed = copy.deepcopy(norm)
         undo = change(changed)
