@@ -42,6 +42,10 @@ class NormState:
         self.usual = {(*pair, None): form for pair, form in usual.items()}
         self.usual |= {(*pair, pair[1]): form for pair, form in usual.items() if form.center}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.__post_init__()  # pickles of older versions have no ``usual``
+
 
 class PatchedNorm(Patched):
     """A norm that calls fusednorm; comes before the norm's original class."""
