@@ -17,8 +17,11 @@ DEVICES = ("any",)
 
 KNOWS = frozenset(("residual_dtype", "norm_before_add", "affine", "x_scale", "center"))
 
-#: As all of torch's arithmetic on a CPU, unless the C library sets it (``calls/arithmetic.py``).
-FLUSHES_WITH_CALLER = find_spec("fusednorm._cpu") is None
+try:
+    #: As all of torch's arithmetic on a CPU, unless the C library sets it (``calls/arithmetic.py``).
+    FLUSHES_WITH_CALLER = find_spec("fusednorm._cpu") is None
+except ImportError:  # the cpu backend says why
+    FLUSHES_WITH_CALLER = True
 
 
 def unavailable() -> list[str]:

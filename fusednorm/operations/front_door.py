@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -83,7 +84,7 @@ class Operation(Operator):
             # C has not looked at dtypes yet.
             asked = any(flags[flag] is not None for flag in dtypes)
             flags = (self.plan.check_flags if asked else self.plan.rounded)(operands, flags)
-            found = cast(Any, self.recorded).record(*operands.values(), flags)
+            found = cast(Any, self.recorded).record(*operands.values(), MappingProxyType(flags))
             if not isinstance(found, tuple):
                 return found
             found = found[: len(outputs)]

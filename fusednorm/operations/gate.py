@@ -391,6 +391,6 @@ class Gated(torch.autograd.Function):
 
         def again(*operands: Tensor) -> tuple[Tensor]:
             y, z = gates.rows_and_gate(operands, interleaved)
-            return (cast(Any, GATE.recorded).apply(y, z, flags),)
+            return (GATE.record({"y": y, "z": z}, flags),)
 
         return None, None, *composed_again(again, operands, (d,), needs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -92,7 +93,7 @@ class Operator:
 
     def record(self, operands: Operands, flags: Flags) -> Any:
         """The results, one or a tuple, for checked operands, whose gradients are recorded."""
-        return cast(Any, self.recorded).apply(*operands.values(), flags)
+        return cast(Any, self.recorded).apply(*operands.values(), MappingProxyType(flags))
 
     def with_gradients(self, **arguments: Any) -> Any:
         """The results, one or a tuple, for operands that have been checked: through torch's dispatcher if it must."""
@@ -223,7 +224,10 @@ class Operator:
 
 
 def _recorded(operator: Operator) -> type[torch.autograd.Function]:
-    """(*operands, flags) -> results, with gradients, tangents and batches."""
+    """(*operands, flags) -> results, with gradients, tangents and batches.
+
+    The flags are no dictionary, of whose values torch would make arguments, but a ``MappingProxyType``.
+    """
     declaration, names = operator.declaration, operator.plan.operands
 
     class Differentiable(torch.autograd.Function):

@@ -140,7 +140,7 @@ def tangents():
 @way
 def batches():
     found = torch.vmap(lambda x: torch.ops.fusednorm.scale(x, 2.0))(X)
-    assert torch.equal(found, fusednorm.torch_ops.steps.SCALE.run(X, 2.0)[0])
+    assert torch.equal(found, fusednorm.torch_ops.steps.SCALE.run({"x": X}, {"factor": 2.0})[0])
     found = torch.vmap(lambda x: fusednorm.rms_norm(x, WEIGHT))(X)
     assert torch.equal(found, fusednorm.rms_norm(X, WEIGHT))
 
