@@ -13,7 +13,7 @@ import torch
 
 from fusednorm.calls import c_abi, process
 from fusednorm.calls import fast_path as path
-from fusednorm.calls.c_enums import DeclaredOf
+from fusednorm.calls.c_enums import FLAGS_OF, DeclaredOf
 from fusednorm.calls.call import Call, Rotate
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ KNOWS = frozenset(("norm_before_add", "affine", "x_scale", "quantize", "round_sc
 KNOWS |= {"gate_steps", "gate_interleaved", "softcap", "affine_backward", "gate_backward", "norm_gated_backward"}
 KNOWS |= {"center", "log_prob", "log_prob_backward", "log_prob_parts"}
 KNOWS |= {of.name.lower() for of in DeclaredOf if of > DeclaredOf.SUMS}  # those before are log-probabilities
-KNOWS |= {"modulate.round_steps", "modulate_backward.round_steps"}
+KNOWS |= {f"{of.name.lower()}.{flag}" for of, flags in FLAGS_OF.items() for flag in flags}
 
 KNOWS |= {
     f"{step}.{function}"

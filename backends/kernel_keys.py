@@ -427,11 +427,12 @@ class LogProbKind(NamedTuple):
     def of(cls, call: Call) -> LogProbKind:
         """The kind of a call."""
         given = call.tensors
-        assert given["out"] is not None
+        out = given["dlogits" if call.backward else "out"]
+        assert out is not None
         return cls(
             name=call.name,
             logits=call.x.dtype,
-            out=given["out"].dtype,
+            out=out.dtype,
             ids=_dtype(given.get("ids")),
             temperature=_dtype(given.get("temperature")),
             d=_dtype(given.get("d")),

@@ -7,9 +7,9 @@ from cffi import FFI
 
 
 def declared(name):
-    """The enumerations and structures of a header."""
+    """The enumerations, structures and unions of a header."""
     text = (Path(__file__).parent / name).read_text(encoding="utf-8")
-    return "".join(re.findall(r"(?ms)^(?:enum|struct)\b[\w ]*\{.*?\};\n", text))
+    return "".join(re.findall(r"(?ms)^(?:enum|struct|union)\b[\w ]*\{.*?\};\n", text))
 
 
 ffibuilder = FFI()

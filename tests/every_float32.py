@@ -31,6 +31,7 @@ import fusednorm
 from fusednorm import Quantization
 from fusednorm.backends import cpu
 from fusednorm.calls import c_abi
+from fusednorm.calls.call import Call
 from fusednorm.conformance.oracle_quantized import numbers
 from fusednorm.engine import gates
 from fusednorm.reference import activations, log_prob, quantizer
@@ -251,9 +252,11 @@ def take_logarithm(asked):
     for begin in range(first, last + 1, PART * asked.every):
         x = torch.arange(begin, min(begin + PART * asked.every, last + 1), asked.every).int().view(torch.float32)
         found, exact, in_c = log_prob.logarithm(x), x.double().log(), torch.empty_like(x)
+        tensors = {"logits": x, "ids": None, "temperature": None, "out": in_c}
+        call = Call("logarithm", False, tensors, {}, {}, x.numel(), 1, 1)
         for variant in asked.variants:
             with cpu.use_variant(variant):
-                cpu._lib.fn_run_declared(c_abi.pack_logarithm(x, in_c))
+                cpu._lib.fn_run_declared(c_abi.pack_declared(call))
             wrong[variant] += int((in_c != found).sum())
         spacing = torch.ldexp(torch.ones_like(exact), exact.clamp(min=2.0**-126).log2().floor().int() - 23)
         error = (found.double() - exact).abs() / spacing

@@ -387,7 +387,7 @@ _OF_GATES = ("z_stride", "z_jump")
 _OF_GATE, _OF_GATE_BACKWARD = ("y", "z", "out"), ("d", "y", "z", "dy", "dz")
 _OF_QUANTIZER = tuple((f"{name}_stride", f"{name}_jump") for name in ("x", "numbers", "scale", "zero_point"))
 _OF_TABLES = tuple((f"{name}_stride", f"{name}_jump") for name in ("cos", "sin", "positions"))
-_OF_LOG_PROB = ("logits", "ids", "temperature", "out", "m", "s", "entropy", "d", "d_entropy")
+_OF_LOG_PROB = ("logits", "ids", "temperature", "m", "s", "entropy", "d", "d_entropy")
 _OF_BACKWARD = tuple((f"{name}_stride", f"{name}_jump") for name in ("dy", "d_total", "h"))
 
 #: The numbers that only a norm before a quantizer has.
@@ -555,10 +555,11 @@ class Host:
     def log_prob(self, call: Call) -> None:
         """Launches the kernel of log-probabilities, or of their gradient."""
         values: dict[str, Any] = {name: self.pointer(call.tensors.get(name)) for name in _OF_LOG_PROB}
-        values |= {"result": values["out"], "d_result": values["d"], "hidden_size": call.hidden_size}
-        with_rows = ("logits", "out", "d")
-        names = [(f"{name}_stride", f"{name}_jump") for name in with_rows]
-        values |= _places(call, names, [call.strides.get(name, ABSENT) for name in with_rows])
+        out = "dlogits" if call.backward else "out"
+        values |= dict.fromkeys(("out", "result"), self.pointer(call.tensors[out]))
+        values |= {"d_result": values["d"], "hidden_size": call.hidden_size}
+        names = [(f"{name}_stride", f"{name}_jump") for name in ("logits", "out", "d")]
+        values |= _places(call, names, [call.strides.get(name, ABSENT) for name in ("logits", out, "d")])
         ids, ignored = call.tensors.get("ids"), call.flags.get("ignore_index")
         values["count"] = 0 if ids is None else ids.numel() // call.rows
         values |= {"ignores": int(ignored is not None), "ignore_index": ignored or 0}

@@ -8,67 +8,100 @@
 
 /*
  * The operands: those of the declaration, the rows first, then its results. In a backward pass operands are followed by results
- * that are kept, by incoming gradients, and by the gradient of the rows.
+ * that are kept, by incoming gradients, and by gradients of operands, in their order. Absent ones keep their places.
  */
-enum { FN_DECLARED_OPERANDS = 9 };
+enum { FN_DECLARED_OPERANDS = 16, FN_DECLARED_FLAGS = 16 };
 
 /*
- * Those of log-probabilities have places of their own: docs/spec.md, section 11. OUT: rows of log_softmax, or its input's
- * gradient, or numbers. D is of rows or of numbers. Numbers of ids have `count` for each row, the others one; they follow each
- * other, but the stride of TEMPERATURE, D and DH may be 0, where all numbers are one. M and S may be absent in a forward pass.
- * For SUMS, m is given, and OUT and H have one for each segment.
- * DH of log_softmax: of parts of rows, the sums of whole rows of D.
+ * Those of log-probabilities, docs/spec.md, section 11; each of these operations has places for all. The numbers of a row's ids
+ * lie as the ids do. A stride of 0 of TEMPERATURE, D and D_ENTROPY says that all their numbers are one.
  */
 enum {
-    FN_LOGITS, FN_LOG_PROB_OUT, FN_LOG_PROB_IDS, FN_LOG_PROB_TEMPERATURE, FN_LOG_PROB_M, FN_LOG_PROB_S, FN_LOG_PROB_H,
-    FN_LOG_PROB_D, FN_LOG_PROB_DH
+    FN_LOGITS, FN_LOG_PROB_IDS, FN_LOG_PROB_TEMPERATURE, FN_LOG_PROB_OUT, FN_LOG_PROB_ENTROPY_OUT, FN_LOG_PROB_M, FN_LOG_PROB_S,
+    FN_LOG_PROB_ENTROPY
 };
 
-/*
- * Those of modulate: scale and shift have the rows of y, which share memory where they are of samples. Backward OUT is D, and the
- * gradients follow, each of which may be absent. Those of scale and shift are contiguous, and each of their rows is the sum over
- * `outer_stride` rows of y.
- */
+/* D_ENTROPY of log_softmax: of parts of rows, the sums of whole rows of D. */
+enum {
+    FN_LOG_PROB_KEPT_M = FN_LOG_PROB_TEMPERATURE + 1, FN_LOG_PROB_KEPT_S, FN_LOG_PROB_KEPT_ENTROPY, FN_LOG_PROB_D,
+    FN_LOG_PROB_D_ENTROPY, FN_DLOGITS
+};
+
+/* Of SUMS: m is given, and the others have a number for each segment. */
+enum { FN_SUMS_M = FN_LOG_PROB_TEMPERATURE + 1, FN_SUMS_OUT, FN_SUMS_ENTROPY };
+
+/* Of modulate. */
 enum {
     FN_MODULATE_Y, FN_MODULATE_SCALE, FN_MODULATE_SHIFT, FN_MODULATE_OUT, FN_MODULATE_D = FN_MODULATE_OUT, FN_MODULATE_DY,
     FN_MODULATE_DSCALE, FN_MODULATE_DSHIFT, FN_MODULATE_OPERANDS
 };
 
-/* Flags that are numbers, in their order, 0 for None; of log-probabilities the softcap. */
-enum { FN_LOG_PROB_SOFTCAP, FN_MODULATE_ROUND_STEPS = 0, FN_NUMBERS = 2 };
+/* The flags of each. */
+enum { FN_LOG_PROB_SOFTCAP, FN_LOG_PROB_IGNORE_INDEX };
+enum { FN_MODULATE_ROUND_STEPS };
 
-/* Columns that are added up together: a tile for each level of the sum stays in the first cache. */
-enum { FN_MODULATE_TILE = 512 };
+/* Whole numbers and booleans are `whole`. */
+union fn_value {
+    double number;
+    int64_t whole;
+};
 
+/*
+ * Row m of an operand begins where fn_row_of says; one that has no rows of N has other rows, such as K ids, or one number, which
+ * are as long as its stride. All rows, or those of a sample or of a head, may be one, and then share memory.
+ */
 struct fn_declared {
     int64_t pass, operation; /* enum fn_declared_of */
     int64_t wide; /* whether all is computed in float64 */
     int64_t threads, rows, inner, hidden; /* as in struct fn_call */
-    int64_t id_size, count; /* the bytes of an id, and how many there are of each row */
-    int64_t first, size; /* of a part of a row: the place of its first logit in the row, and the whole row's length; else 0 */
-    int64_t ignores, ignore_index; /* whether there is an id that is ignored, and that */
-    double number[FN_NUMBERS];
+    int64_t first, size; /* of a part of a row: the place of its first element in the row, and the whole row's length; else 0 */
+    /*
+     * A bit for each operand: gradients that are sums over rows. Their rows follow each other, and each is the sum over
+     * `outer_stride` rows that lie `stride` rows apart: 1, or as many as there are heads.
+     */
+    int64_t sums;
+    int64_t given; /* a bit for each flag that is not None */
+    union fn_value flag[FN_DECLARED_FLAGS]; /* in their declared order; 0 for None */
     struct fn_operand operand[FN_DECLARED_OPERANDS];
 };
 
-/* The sums of a row's segments, padded to a power of two. */
-static inline int64_t fn_declared_sums(int64_t hidden) {
-    int64_t sums = 8;
-    while (sums * FN_SEGMENT < hidden) sums *= 2;
-    return sums;
+_Static_assert(sizeof(struct fn_call) + sizeof(struct fn_declared) <= FN_PACKED * sizeof(struct fn_call), "FN_PACKED has room for both");
+
+/* The numbers of a row's segments, padded to a power of two. */
+static inline int64_t fn_numbers_of_segments(int64_t hidden) {
+    int64_t numbers = 8;
+    while (numbers * FN_SEGMENT < hidden) numbers *= 2;
+    return numbers;
 }
 
-/* An id of all rows' ids, and whether it is ignored. */
+/* The ids of each row; one of all rows' ids, and whether it is ignored. */
+static inline int64_t fn_ids_of_row(const struct fn_declared *job) { return job->operand[FN_LOG_PROB_IDS].stride; }
 static inline int64_t fn_id_at(const struct fn_declared *job, int64_t i) {
-    const char *const at = (const char *)job->operand[FN_LOG_PROB_IDS].address + i * job->id_size;
+    const struct fn_operand *const ids = &job->operand[FN_LOG_PROB_IDS];
+    const char *const at = (const char *)ids->address + i * fn_element_size(ids->kind);
     int32_t narrow;
     int64_t wide;
-    if (job->id_size == sizeof wide) return memcpy(&wide, at, sizeof wide), wide;
+    if (ids->kind == FN_I64) return memcpy(&wide, at, sizeof wide), wide;
     return memcpy(&narrow, at, sizeof narrow), narrow;
 }
-static inline int fn_is_ignored(const struct fn_declared *job, int64_t id) { return job->ignores && id == job->ignore_index; }
+static inline int fn_is_ignored(const struct fn_declared *job, int64_t id) {
+    return job->given >> FN_LOG_PROB_IGNORE_INDEX & 1 && id == job->flag[FN_LOG_PROB_IGNORE_INDEX].whole;
+}
 
-/* Row m of an operand with rows. */
+/* The operands of log-probabilities of either pass: `out` receives the results, or the gradient of logits. */
+struct fn_log_prob {
+    const struct fn_operand *out, *m, *s, *entropy, *d, *d_entropy;
+};
+static inline struct fn_log_prob fn_log_prob_of(const struct fn_declared *job) {
+    static const struct fn_operand none;
+    const struct fn_operand *const o = job->operand;
+    if (job->pass == FN_BACKWARD)
+        return (struct fn_log_prob){o + FN_DLOGITS, o + FN_LOG_PROB_KEPT_M, o + FN_LOG_PROB_KEPT_S, o + FN_LOG_PROB_KEPT_ENTROPY,
+                                    o + FN_LOG_PROB_D, o + FN_LOG_PROB_D_ENTROPY};
+    return (struct fn_log_prob){o + FN_LOG_PROB_OUT, o + FN_LOG_PROB_M, o + FN_LOG_PROB_S, o + FN_LOG_PROB_ENTROPY, &none, &none};
+}
+
+/* Row m of an operand. */
 static inline char *fn_row_of(const struct fn_declared *job, int operand, int64_t m) {
     const struct fn_operand *o = &job->operand[operand];
     const int64_t place = m / job->inner * o->outer_stride + m % job->inner * o->stride;
@@ -84,7 +117,7 @@ static inline int fn_declared_steps(const struct fn_declared *job) {
     const int whole = job->operation == FN_LOG_SOFTMAX;
     if (job->operation > FN_SELECTED_AND_ENTROPY) return 0; /* what has no steps is not divided */
     if (job->pass == FN_FORWARD) return FN_FIND_GREATEST | FN_SUM_SEGMENTS | FN_FIND_NUMBERS | (whole ? FN_WRITE_ROW : 0);
-    return (whole && !job->operand[FN_LOG_PROB_DH].kind ? FN_SUM_SEGMENTS : 0) | FN_FIND_NUMBERS | FN_WRITE_ROW;
+    return (whole && !job->operand[FN_LOG_PROB_D_ENTROPY].kind ? FN_SUM_SEGMENTS : 0) | FN_FIND_NUMBERS | FN_WRITE_ROW;
 }
 
 /* What is done with elements [begin, end) of a row, which are whole segments but for the row's end. */
@@ -95,14 +128,35 @@ struct fn_row_work {
     const char *next; /* the row that is read after it and fetched meanwhile, or NULL */
 };
 #define FN_DECLARED_ROOM (4 * FN_SEGMENT)
-static inline int64_t fn_declared_shared(int64_t hidden) { return 16 + 3 * fn_declared_sums(hidden); }
+static inline int64_t fn_declared_shared(int64_t hidden) { return 16 + 3 * fn_numbers_of_segments(hidden); }
 
 typedef void fn_declared_row(const struct fn_declared *job, int64_t m, const struct fn_row_work *work);
 
 /*
- * Computes columns [begin, begin + n), a tile at most, of gradients of which each row is a sum over `rows` rows, for one sample, and of dy
- * for its rows: those that have a bit in `wanted`. `sums` has room for two tiles for each level of the sum, and for two more.
+ * Columns of gradients' sums that are added up together: all of them where a row's terms take the whole row. Of modulate a tile
+ * for each level of the sum stays in the first cache.
  */
-typedef void fn_modulate_sums(const struct fn_declared *job, int wanted, int64_t rows, int64_t sample, int64_t begin, int n, void *sums);
+enum { FN_MODULATE_TILE = 512 };
+static inline int64_t fn_declared_tile(const struct fn_declared *job) {
+    return job->operation == FN_MODULATE_BACKWARD && job->hidden > FN_MODULATE_TILE ? FN_MODULATE_TILE : job->hidden;
+}
+
+/* Gradients, each of which has a row that is the sum over the same rows: columns of that row. */
+struct fn_sums {
+    int64_t wanted; /* a bit for each of these gradients */
+    int with_rows; /* whether gradients that have rows are written too */
+    int64_t number, first, step, rows; /* of the gradients' row; of the first row of the sum, and how many are how far apart */
+    int64_t begin, n; /* columns */
+    int64_t size, bytes; /* the room for a gradient's columns, in elements, and for those of all */
+    /*
+     * Threads may share a sum: the blocks of rows `subtree`, subtree + subtrees and so on are then added up at `shared`, where
+     * there is room for all subtrees; and once all are there, subtree `subtrees` is their sum. Else `shared` is NULL.
+     */
+    int64_t subtree, subtrees;
+    char *shared;
+};
+
+/* Adds them up in the order of docs/spec.md, section 5, and rounds them. `room`: that of a row, and then 1 + FN_LEVELS times their bytes. */
+typedef void fn_declared_sums(const struct fn_declared *job, const struct fn_sums *sums, char *room);
 
 #endif

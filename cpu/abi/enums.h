@@ -2,9 +2,9 @@
 #ifndef FUSEDNORM_ENUMS_H
 #define FUSEDNORM_ENUMS_H
 
-/* How the elements of an operand are stored. NONE: the operand is absent. */
+/* How the elements of an operand are stored. NONE: the operand is absent. I32, I64: places of elements, as ids. */
 enum fn_kind {
-    FN_NONE = 0, FN_F32 = 1, FN_F16 = 2, FN_BF16 = 3, FN_F64 = 4
+    FN_NONE = 0, FN_F32 = 1, FN_F16 = 2, FN_BF16 = 3, FN_F64 = 4, FN_I32 = 5, FN_I64 = 6
 };
 
 /* The direction of a call. */

@@ -73,6 +73,11 @@ size_t fn_make_room_for_affine(struct fn_forward_job *job, int64_t rows, size_t 
 
 static inline int64_t fn_round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
+/* The bytes that a thread takes for a row of a declared operation, by itself. */
+static inline int64_t fn_room_of_row(const struct fn_declared *job) {
+    return fn_round_up((FN_DECLARED_ROOM + fn_declared_shared(job->hidden)) * (job->wide ? 8 : 4), FN_ALIGNMENT);
+}
+
 /* The elements that scratch holds as float between the passes: several short rows, or one row in whole segments. */
 enum { FN_KEPT = 4 * FN_SEGMENT };
 /* The room for a row as float in scratch, in elements. */
@@ -186,7 +191,7 @@ typedef void fn_quantize_row(const struct fn_quantizer *q, int kind, const char 
 #define FN_KERNELS(fn) fn(forward_rows) FN_KERNELS_BESIDE(fn)
 #define FN_KERNELS_BESIDE(fn)                                                                  \
     fn(two_norms_rows) fn(backward_begin) fn(backward_rows) fn(backward_flush) fn(backward_end) \
-    fn(normalise_again) fn(quantize_row) fn(gate_run) fn(rotate_row) fn(declared_row) fn(modulate_sums)
+    fn(normalise_again) fn(quantize_row) fn(gate_run) fn(rotate_row) fn(declared_row) fn(declared_sums)
 #define FN_MEMBER(name) fn_##name *name;
 struct fn_kernels {
     FN_KERNELS(FN_MEMBER)

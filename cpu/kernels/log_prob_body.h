@@ -18,10 +18,10 @@ static void narrow_double(int64_t kind, const double *x, int n, char *row, int64
     narrow_from_f64((int)kind, x, row + i * fn_element_size(kind), n);
 }
 
-/* One number of an operand with numbers. */
+/* One of the numbers of an operand, which follow each other or are all one. */
 static double number_at(const struct fn_operand *o, int64_t i) {
     double value;
-    widen_double(o->kind, (const char *)o->address, i * o->stride, 1, &value);
+    widen_double(o->kind, (const char *)o->address, o->stride ? i : 0, 1, &value);
     return value;
 }
 
@@ -170,11 +170,11 @@ static const double logarithm_double[] = {
 #include "kernels/log_prob_rows.h"
 
 static void log_prob_row(const struct fn_declared *job, int64_t m, const struct fn_row_work *work) {
-    const int whole = job->operation == FN_LOG_SOFTMAX, rows = whole || job->pass == FN_BACKWARD;
-    const struct fn_operand *out = &job->operand[FN_LOG_PROB_OUT], *d = &job->operand[FN_LOG_PROB_D];
+    const int whole = job->operation == FN_LOG_SOFTMAX, backward = job->pass == FN_BACKWARD;
+    const int out = backward ? FN_DLOGITS : job->operation == FN_SUMS ? FN_SUMS_OUT : FN_LOG_PROB_OUT;
     const char *const x = fn_row_of(job, FN_LOGITS, m);
-    char *const to = rows ? fn_row_of(job, FN_LOG_PROB_OUT, m) : (char *)out->address;
-    const char *const from = whole ? fn_row_of(job, FN_LOG_PROB_D, m) : (const char *)d->address;
+    char *const to = whole || backward ? fn_row_of(job, out, m) : (char *)job->operand[out].address;
+    const char *const from = whole && backward ? fn_row_of(job, FN_LOG_PROB_D, m) : NULL;
     if (job->wide) log_prob_row_double(job, m, x, to, from, work);
     else log_prob_row_float(job, m, x, to, from, work);
 }

@@ -29,7 +29,7 @@ enum { OF(AT_M), OF(AT_LOG_S), OF(AT_SUM) = OF(AT_LOG_S), OF(AT_PLACES) };
 static REAL *OF(shared)(const struct OF(logits) *row) { return row->work->shared; }
 static PLACE *OF(places)(const struct OF(logits) *row) { return (PLACE *)row->work->shared + OF(AT_PLACES); }
 static REAL *OF(sums_of)(const struct fn_declared *job, const struct OF(logits) *row, int second) {
-    return OF(shared)(row) + OF(AT_PLACES) + (1 + second) * fn_declared_sums(job->hidden);
+    return OF(shared)(row) + OF(AT_PLACES) + (1 + second) * fn_numbers_of_segments(job->hidden);
 }
 
 /*
@@ -125,8 +125,8 @@ static void OF(sums_of_exponentials)(const struct OF(logits) *row, REAL m, REAL 
 static void OF(log_prob_sums)(const struct fn_declared *job, const struct OF(logits) *row, int64_t at, char *out) {
     const struct fn_operand *o = job->operand;
     const int64_t first = at * ((job->hidden + FN_SEGMENT - 1) / FN_SEGMENT);
-    REAL *const of_z = o[FN_LOG_PROB_H].kind == NONE ? NULL : (REAL *)o[FN_LOG_PROB_H].address + first;
-    const REAL m = ((const REAL *)o[FN_LOG_PROB_M].address)[at];
+    REAL *const of_z = o[FN_SUMS_ENTROPY].kind == NONE ? NULL : (REAL *)o[FN_SUMS_ENTROPY].address + first;
+    const REAL m = ((const REAL *)o[FN_SUMS_M].address)[at];
     OF(sums_of_exponentials)(row, m, (REAL *)out + first, of_z);
 }
 
@@ -146,8 +146,9 @@ static void OF(log_prob_numbers)(const struct fn_declared *job, const struct OF(
     if (job->operation == FN_LOGSUMEXP) {
         ((REAL *)out)[at] = m == INFINITY || m == -INFINITY ? m : m + log_s;
     } else if (job->operation != FN_LOG_SOFTMAX) {
+        const int64_t ids = fn_ids_of_row(job);
         int counted = 0;
-        for (int64_t k = at * job->count; k < (at + 1) * job->count; k++) {
+        for (int64_t k = at * ids; k < (at + 1) * ids; k++) {
             const int64_t id = fn_id_at(job, k);
             const int ignored = fn_is_ignored(job, id), there = id >= 0 && id < job->hidden;
             REAL lp = ignored ? 0 : (REAL)NAN;
@@ -157,7 +158,7 @@ static void OF(log_prob_numbers)(const struct fn_declared *job, const struct OF(
             ((REAL *)out)[k] = lp;
         }
         if (job->operation == FN_SELECTED_AND_ENTROPY)
-            ((REAL *)o[FN_LOG_PROB_H].address)[at] =
+            ((REAL *)o[FN_LOG_PROB_ENTROPY].address)[at] =
                 counted ? log_s - OF(sum_of_sums)(OF(sums_of)(job, row, 1), segments) / s : 0;
     }
 }
@@ -191,8 +192,9 @@ static REAL OF(d_of)(const struct fn_declared *job, int64_t k, int64_t id) {
 
 /* a of the element `id`, whose probability is p. */
 static REAL OF(a_of)(const struct fn_declared *job, int64_t at, int64_t id, REAL p) {
+    const int64_t ids = fn_ids_of_row(job);
     REAL own = 0, others = 0;
-    for (int64_t k = at * job->count; k < (at + 1) * job->count; k++) {
+    for (int64_t k = at * ids; k < (at + 1) * ids; k++) {
         const int64_t other = fn_id_at(job, k);
         const REAL d = OF(d_of)(job, k, other);
         if (other == id) own += d;
@@ -203,21 +205,23 @@ static REAL OF(a_of)(const struct fn_declared *job, int64_t at, int64_t id, REAL
 
 /* Whether a row of ids has one that is not ignored; and rows of log_softmax. */
 static int OF(is_counted)(const struct fn_declared *job, int64_t at) {
+    const int64_t ids = fn_ids_of_row(job);
     int counted = job->operation < FN_SELECTED;
-    for (int64_t k = at * job->count; k < (at + 1) * job->count; k++) counted |= !fn_is_ignored(job, fn_id_at(job, k));
+    for (int64_t k = at * ids; k < (at + 1) * ids; k++) counted |= !fn_is_ignored(job, fn_id_at(job, k));
     return counted;
 }
 
 /* What the gradients of all elements take: the sum of d. */
 static REAL OF(sum_of_d)(const struct fn_declared *job, const struct OF(logits) *row, int64_t at) {
     const struct fn_operand *o = job->operand;
+    const int64_t ids = fn_ids_of_row(job);
     REAL sum = 0;
     if (job->operation >= FN_SELECTED) {
-        for (int64_t k = at * job->count; k < (at + 1) * job->count; k++) sum += OF(d_of)(job, k, fn_id_at(job, k));
+        for (int64_t k = at * ids; k < (at + 1) * ids; k++) sum += OF(d_of)(job, k, fn_id_at(job, k));
         return sum;
     }
     if (job->operation == FN_LOGSUMEXP) return (REAL)number_at(&o[FN_LOG_PROB_D], at);
-    if (o[FN_LOG_PROB_DH].kind != NONE) return (REAL)number_at(&o[FN_LOG_PROB_DH], at);
+    if (o[FN_LOG_PROB_D_ENTROPY].kind != NONE) return (REAL)number_at(&o[FN_LOG_PROB_D_ENTROPY], at);
     return OF(sum_of_sums)(OF(sums_of)(job, row, 0), (job->hidden + FN_SEGMENT - 1) / FN_SEGMENT);
 }
 
@@ -226,6 +230,7 @@ static void OF(log_prob_backward)(const struct fn_declared *job, const struct OF
     const struct fn_row_work *const work = row->work;
     REAL *const t = OF(room)(row, 0), *const restrict e = OF(room)(row, 1), *const restrict dt = OF(room)(row, 2);
     REAL *const restrict slope = OF(room)(row, 3);
+    const int64_t ids = fn_ids_of_row(job);
     const int selects = job->operation >= FN_SELECTED, whole = job->operation == FN_LOG_SOFTMAX;
     for (int64_t i = work->begin; work->steps & FN_SUM_SEGMENTS && i < work->end; i += FN_SEGMENT) {
         const int n = work->end - i < FN_SEGMENT ? (int)(work->end - i) : FN_SEGMENT;
@@ -235,16 +240,16 @@ static void OF(log_prob_backward)(const struct fn_declared *job, const struct OF
     }
     if (work->steps & FN_FIND_NUMBERS) OF(shared)(row)[OF(AT_SUM)] = OF(sum_of_d)(job, row, at);
     if (!(work->steps & FN_WRITE_ROW)) return;
-    const REAL m = ((const REAL *)o[FN_LOG_PROB_M].address)[at], s = ((const REAL *)o[FN_LOG_PROB_S].address)[at];
+    const REAL m = ((const REAL *)o[FN_LOG_PROB_KEPT_M].address)[at], s = ((const REAL *)o[FN_LOG_PROB_KEPT_S].address)[at];
     const REAL sum = OF(shared)(row)[OF(AT_SUM)], temperature = row->temperature;
-    const int entropy = selects && o[FN_LOG_PROB_DH].kind != NONE, counted = OF(is_counted)(job, at);
-    const REAL dh = entropy ? (REAL)number_at(&o[FN_LOG_PROB_DH], at) : 0, log_s = entropy ? OF(log_of)(s) : 0;
-    const REAL h = entropy ? ((const REAL *)o[FN_LOG_PROB_H].address)[at] : 0;
+    const int entropy = selects && o[FN_LOG_PROB_D_ENTROPY].kind != NONE, counted = OF(is_counted)(job, at);
+    const REAL dh = entropy ? (REAL)number_at(&o[FN_LOG_PROB_D_ENTROPY], at) : 0, log_s = entropy ? OF(log_of)(s) : 0;
+    const REAL h = entropy ? ((const REAL *)o[FN_LOG_PROB_KEPT_ENTROPY].address)[at] : 0;
     for (int64_t i = work->begin; i < work->end; i += FN_SEGMENT) {
         const int n = work->end - i < FN_SEGMENT ? (int)(work->end - i) : FN_SEGMENT;
         if (!counted) {
             memset(dt, 0, FN_SEGMENT * sizeof *dt);
-            OF(narrow)(o[FN_LOG_PROB_OUT].kind, dt, n, dx, i);
+            OF(narrow)(o[FN_DLOGITS].kind, dt, n, dx, i);
             continue;
         }
         const REAL *const v = OF(numbers)(row, row->kind, i, n, t, e, slope);
@@ -259,7 +264,7 @@ static void OF(log_prob_backward)(const struct fn_declared *job, const struct OF
         } else {
             FN_VECTORS()
             for (int j = 0; j < n; j++) dt[j] = sum * (0 - e[j] / s);
-            for (int64_t k = at * job->count; k < (at + 1) * job->count; k++) {
+            for (int64_t k = at * ids; k < (at + 1) * ids; k++) {
                 const int64_t id = fn_id_at(job, k), begin = job->first + i;
                 if (id >= begin && id < begin + n) dt[id - begin] = OF(a_of)(job, at, id, e[id - begin] / s);
             }
@@ -279,7 +284,7 @@ static void OF(log_prob_backward)(const struct fn_declared *job, const struct OF
             OF(round_tile)(row->kind, dt, all);
             for (int j = 0; j < n; j++) dt[j] *= slope[j];
         }
-        OF(narrow)(o[FN_LOG_PROB_OUT].kind, dt, n, dx, i);
+        OF(narrow)(o[FN_DLOGITS].kind, dt, n, dx, i);
     }
 }
 
@@ -287,7 +292,7 @@ static void OF(log_prob_row)(const struct fn_declared *job, int64_t at, const ch
                              const struct fn_row_work *work) {
     const struct fn_operand *o = job->operand;
     struct OF(logits) row = {.work = work, .x = x, .kind = o[FN_LOGITS].kind,
-                             .cap = {.limit = job->number[FN_LOG_PROB_SOFTCAP], .between = NONE}};
+                             .cap = {.limit = job->flag[FN_LOG_PROB_SOFTCAP].number, .between = NONE}};
     row.divides = o[FN_LOG_PROB_TEMPERATURE].kind != NONE;
     if (row.divides) row.temperature = (REAL)number_at(&o[FN_LOG_PROB_TEMPERATURE], at);
     if (job->operation == FN_LOGARITHM) {

@@ -1,6 +1,6 @@
 /*
- * Modulated rows (docs/spec.md, section 12), included by declared_body.h behind log-probabilities. Gradients of scale and shift,
- * which all rows of a sample may share, are sums over rows: each tile of columns is added up by itself.
+ * Modulated rows (docs/spec.md, section 12), included by declared_body.h behind log-probabilities. Scale and shift have the rows
+ * of y, which share memory where they are of samples; their gradients are sums over the rows of each.
  */
 
 /* `kind` is that of all operands, which the compiler then knows, or NONE where they have several kinds. */
@@ -31,9 +31,9 @@ static int modulated_kind(const struct fn_declared *job) {
     return o[0].kind == BF16 ? ALL_BF16 : (int)o[0].kind;
 }
 
-static FN_NOINLINE void modulate_row_float(const struct fn_declared *job, char *const *at, int64_t begin, int64_t end) {
+static FN_NOINLINE void modulate_row_float(const struct fn_declared *job, int kind, char *const *at, int64_t begin, int64_t end) {
     const struct fn_operand *o = job->operand;
-    const int kind = modulated_kind(job), backward = job->pass == FN_BACKWARD, rounds = job->number[FN_MODULATE_ROUND_STEPS] != 0;
+    const int backward = job->pass == FN_BACKWARD, rounds = job->flag[FN_MODULATE_ROUND_STEPS].whole != 0;
 #define OF_ONE_KIND(kind, step)                                               \
     do {                                                                      \
         if (backward) modulate_units(kind, step, 1, o, at, begin, end);       \
@@ -69,11 +69,11 @@ static FN_NOINLINE void modulate_row_double(const struct fn_declared *job, char 
 }
 
 /* Columns [begin, end) of a row of out, or of dy. */
-static void modulate_row(const struct fn_declared *job, int64_t m, int64_t begin, int64_t end) {
+static void modulate_row(const struct fn_declared *job, int kind, int64_t m, int64_t begin, int64_t end) {
     char *at[FN_MODULATE_OPERANDS];
     for (int i = 0; i <= FN_MODULATE_DY; i++) at[i] = job->operand[i].kind ? fn_row_of(job, i, m) : NULL;
     if (job->wide) modulate_row_double(job, at, begin, end);
-    else modulate_row_float(job, at, begin, end);
+    else modulate_row_float(job, kind, at, begin, end);
 }
 
 /* A row's terms of a gradient's sum: the first ones, or added. `y` is NULL where they are d alone. */
@@ -98,84 +98,26 @@ static void add_row_float(int kind, int64_t d_kind, int64_t y_kind, int first, c
     else add_row_of_units(d_kind, y_kind, first, d, y, begin, n, sum);
 #undef OF_ONE_KIND
 }
-static void add_row_double(int kind, int64_t d_kind, int64_t y_kind, int first, const char *d, const char *y, int64_t begin, int n, double *sum) {
+static void add_row_double(int64_t d_kind, int64_t y_kind, int first, const char *d, const char *y, int64_t begin, int n, double *sum) {
     double term[FN_MODULATE_TILE], other[FN_MODULATE_TILE];
-    (void)kind;
     widen_double(d_kind, d, begin, n, term);
     if (y) widen_double(y_kind, y, begin, n, other);
     for (int i = 0; y && i < n; i++) term[i] *= other[i];
     for (int i = 0; i < n; i++) sum[i] = first ? term[i] : sum[i] + term[i];
 }
 
-/* Rounds a sum, which may be a row as it was read: kernels for processors that round by whole numbers take results alone. */
-static void round_sum_float(int kind, int64_t to, const float *sum, int n, char *row, int64_t begin) {
-    volatile const float nothing = -0.0f;
-    const U zero = u_set1(nothing);
-    for (int i = 0; i < n; i += UNIT)
-        store_any(kind == ALL_BF16 ? kind : to, row, begin + i, n - i < UNIT ? n - i : UNIT, u_add(u_load(F32, sum, i, UNIT), zero));
-}
-static void round_sum_double(int kind, int64_t to, const double *sum, int n, char *row, int64_t begin) {
-    (void)kind;
-    narrow_double(to, sum, n, row, begin);
-}
-
-#define together_of_sums_float UNIT
-#define together_of_sums_double 1
-
-/*
- * The sums of `wanted` gradients over `rows` rows from row `from` on, of n columns from `begin` on: the rowsum of docs/spec.md, section 5,
- * whose blocks are added in the order of cpu/run/backward.c. `sums` has room for two tiles for each level, of dscale and of dshift.
- */
-struct modulated_rows {
-    const struct fn_declared *job;
-    int kind, wanted, n;
-    int64_t begin, from, rows, block, blocks;
-};
-
-#define SUM_OF_ROWS(REAL)                                                                                                  \
-    static void sum_rows_##REAL(const struct modulated_rows *r, int64_t first, int64_t step, int64_t count, REAL *sums) {  \
-        const struct fn_declared *job = r->job;                                                                            \
-        const struct fn_operand *o = job->operand;                                                                         \
-        if (count > 1) {                                                                                                   \
-            const int unit = together_of_sums_##REAL, all = (r->n + unit - 1) / unit * unit;                               \
-            REAL *const others = sums + 2 * FN_MODULATE_TILE;                                                              \
-            sum_rows_##REAL(r, first, 2 * step, count / 2, sums);                                                          \
-            if (first + step >= r->blocks) return;                                                                         \
-            sum_rows_##REAL(r, first + step, 2 * step, count / 2, others);                                                 \
-            for (int of = FN_MODULATE_DSCALE; of <= FN_MODULATE_DSHIFT; of++) {                                            \
-                const int begin = (of - FN_MODULATE_DSCALE) * FN_MODULATE_TILE;                                            \
-                for (int i = begin; r->wanted >> of & 1 && i < begin + all; i++) sums[i] += others[i];                     \
-            }                                                                                                              \
-            return;                                                                                                        \
-        }                                                                                                                  \
-        const int64_t begin = first * r->block, end = begin + r->block < r->rows ? begin + r->block : r->rows;             \
-        for (int64_t m = begin; m < end; m++) {                                                                            \
-            const char *const d = fn_row_of(job, FN_MODULATE_D, r->from + m), *const y = fn_row_of(job, FN_MODULATE_Y, r->from + m); \
-            const int64_t d_kind = o[FN_MODULATE_D].kind, y_kind = o[FN_MODULATE_Y].kind;                                  \
-            if (r->wanted >> FN_MODULATE_DSCALE & 1)                                                                       \
-                add_row_##REAL(r->kind, d_kind, y_kind, m == begin, d, y, r->begin, r->n, sums);                           \
-            if (r->wanted >> FN_MODULATE_DSHIFT & 1)                                                                       \
-                add_row_##REAL(r->kind, d_kind, y_kind, m == begin, d, NULL, r->begin, r->n, sums + FN_MODULATE_TILE);     \
-            if (r->wanted >> FN_MODULATE_DY & 1) modulate_row(job, r->from + m, r->begin, r->begin + r->n);                \
-        }                                                                                                                  \
-    }                                                                                                                      \
-    static void modulate_sums_##REAL(const struct modulated_rows *r, int64_t sample, REAL *sums) {                         \
-        int64_t width = 1;                                                                                                 \
-        while (width < r->blocks) width *= 2;                                                                              \
-        sum_rows_##REAL(r, 0, 1, width, sums);                                                                             \
-        for (int of = FN_MODULATE_DSCALE; of <= FN_MODULATE_DSHIFT; of++) {                                                \
-            const struct fn_operand *to = &r->job->operand[of];                                                            \
-            char *const row = (char *)to->address + sample * fn_step(to);                                                  \
-            const REAL *const sum = sums + (of - FN_MODULATE_DSCALE) * FN_MODULATE_TILE;                                   \
-            if (r->wanted >> of & 1) round_sum_##REAL(r->kind, to->kind, sum, r->n, row, r->begin);                        \
-        }                                                                                                                  \
+/* A row's terms of the gradients' sums. */
+static void modulate_terms(const struct fn_declared *job, int kind, const struct row_terms *t) {
+    const struct fn_operand *o = job->operand;
+    const char *const d = fn_row_of(job, FN_MODULATE_D, t->m), *const y = fn_row_of(job, FN_MODULATE_Y, t->m);
+    const int64_t begin = t->work->begin, end = t->work->end, d_kind = o[FN_MODULATE_D].kind, y_kind = o[FN_MODULATE_Y].kind;
+    void *const dscale = t->sum[FN_MODULATE_DSCALE], *const dshift = t->sum[FN_MODULATE_DSHIFT];
+    if (job->wide) {
+        if (dscale) add_row_double(d_kind, y_kind, t->first, d, y, begin, (int)(end - begin), dscale);
+        if (dshift) add_row_double(d_kind, y_kind, t->first, d, NULL, begin, (int)(end - begin), dshift);
+    } else {
+        if (dscale) add_row_float(kind, d_kind, y_kind, t->first, d, y, begin, (int)(end - begin), dscale);
+        if (dshift) add_row_float(kind, d_kind, y_kind, t->first, d, NULL, begin, (int)(end - begin), dshift);
     }
-SUM_OF_ROWS(float)
-SUM_OF_ROWS(double)
-
-void FN_OF(modulate_sums)(const struct fn_declared *job, int wanted, int64_t rows, int64_t sample, int64_t begin, int n, void *sums) {
-    const int64_t block = (rows + (1 << FN_LEVELS) - 1) >> FN_LEVELS;
-    const struct modulated_rows r = {job, modulated_kind(job), wanted, n, begin, sample * rows, rows, block, (rows + block - 1) / block};
-    if (job->wide) modulate_sums_double(&r, sample, sums);
-    else modulate_sums_float(&r, sample, sums);
+    if (t->with_rows && o[FN_MODULATE_DY].kind) modulate_row(job, kind, t->m, begin, end);
 }

@@ -36,8 +36,8 @@ static int read_ids(PyObject *object, struct given *g) {
     if (!fn_read_memory(object, &g->ids, &g->job.operand[FN_LOG_PROB_IDS])) return 0;
     const int several = t->ndim == g->logits.ndim, bits = t->dtype.bits;
     if (t->dtype.code != DL_INT || (bits != 32 && bits != 64) || fn_elements(t) < 0) return 0;
-    g->job.id_size = bits / 8;
-    g->job.count = several ? t->shape[t->ndim - 1] : 1;
+    g->job.operand[FN_LOG_PROB_IDS].kind = bits == 64 ? FN_I64 : FN_I32;
+    g->job.operand[FN_LOG_PROB_IDS].stride = several ? t->shape[t->ndim - 1] : 1;
     return t->ndim == g->logits.ndim - 1 + several && is_of_rows(t, &g->logits);
 }
 
@@ -52,7 +52,7 @@ static int read_numbers(PyObject *object, const struct given *g, int of_ids, str
         return 0;
     o->stride = 0;
     for (int i = 0; i < t.ndim; i++)
-        if (t.shape[i] != 1 && t.strides[i] != 0) o->stride = 1;
+        if (t.shape[i] != 1 && t.strides[i] != 0) o->stride = of_ids ? fn_ids_of_row(&g->job) : 1;
     return !o->stride || fn_elements(&t) >= 0;
 }
 
@@ -78,11 +78,11 @@ static int read_arguments(PyObject *const *arguments, struct given *g) {
     job->rows = job->inner = g->call.rows, job->hidden = g->call.hidden;
     if (job->operation < FN_SELECTED) return 1;
     if (!read_ids(arguments[IDS], g) || !read_temperature(arguments[TEMPERATURE], g)) return 0;
-    if (arguments[SOFTCAP] != Py_None && !fn_read_normal(arguments[SOFTCAP], (int)job->wide, &job->number[FN_LOG_PROB_SOFTCAP])) return 0;
+    if (arguments[SOFTCAP] != Py_None && !fn_read_normal(arguments[SOFTCAP], (int)job->wide, &job->flag[FN_LOG_PROB_SOFTCAP].number)) return 0;
     if (arguments[IGNORE_INDEX] != Py_None) {
         if (Py_TYPE(arguments[IGNORE_INDEX]) != &PyLong_Type) return 0;
-        job->ignores = 1;
-        job->ignore_index = PyLong_AsLongLong(arguments[IGNORE_INDEX]);
+        job->given |= 1 << FN_LOG_PROB_IGNORE_INDEX;
+        job->flag[FN_LOG_PROB_IGNORE_INDEX].whole = PyLong_AsLongLong(arguments[IGNORE_INDEX]);
         if (PyErr_Occurred()) {
             PyErr_Clear(); /* an id that no int64 holds */
             return 0;
@@ -93,7 +93,7 @@ static int read_arguments(PyObject *const *arguments, struct given *g) {
 
 /* Python reports an id without an element. */
 static int ids_have_elements(const struct fn_declared *job) {
-    for (int64_t i = 0; i < job->rows * job->count; i++) {
+    for (int64_t i = 0; i < job->rows * fn_ids_of_row(job); i++) {
         const int64_t id = fn_id_at(job, i);
         if ((id < 0 || id >= job->hidden) && !fn_is_ignored(job, id)) return 0;
     }
@@ -145,18 +145,17 @@ static int take_rows(PyObject *const *arguments, struct given *g, output *out) {
 
 /* Takes or makes all results, whose number is in `count`. Returns as fn_take_output does. */
 static int take_results(PyObject *const *arguments, struct given *g, output *results, int *count) {
-    enum { NUMBERS = FN_LOG_PROB_H + 1 };
     struct fn_declared *job = &g->job;
     const int whole = job->operation == FN_LOG_SOFTMAX, entropy = job->operation == FN_SELECTED_AND_ENTROPY;
     const int kept = arguments[KEPT] == Py_True;
     int operand[MOST_RESULTS] = {FN_LOG_PROB_OUT};
     *count = 1;
-    if (entropy) operand[(*count)++] = FN_LOG_PROB_H;
+    if (entropy) operand[(*count)++] = FN_LOG_PROB_ENTROPY;
     if (kept) operand[(*count)++] = FN_LOG_PROB_M, operand[(*count)++] = FN_LOG_PROB_S;
-    if (kept && entropy) operand[(*count)++] = FN_LOG_PROB_H;
+    if (kept && entropy) operand[(*count)++] = FN_LOG_PROB_ENTROPY;
     PyObject *const keywords = job->wide || job->operand[FN_LOGITS].kind == FN_F32 ? NULL : fn_keywords_of_float();
     for (int i = 0; i < *count; i++) {
-        const tensor *like = i == 0 && job->count ? &g->ids : &g->logits;
+        const tensor *like = i == 0 && fn_ids_of_row(job) ? &g->ids : &g->logits;
         const int sizes = like == &g->ids ? g->ids.ndim : g->logits.ndim - 1;
         const int failed = i == 0 && whole ? take_rows(arguments, g, &results[0])
                                            : fn_make_numbers(&results[i], arguments[LOGITS], &g->logits, like->shape, sizes, keywords);
@@ -194,14 +193,14 @@ static int read_gradients(PyObject *const *arguments, struct given *g) {
     struct fn_operand *o = job->operand;
     const int entropy = job->operation == FN_SELECTED_AND_ENTROPY;
     const int64_t kept_kind = job->wide ? FN_F64 : FN_F32;
-    static const int kept[] = {FN_LOG_PROB_M, FN_LOG_PROB_S, FN_LOG_PROB_H};
+    static const int kept[] = {FN_LOG_PROB_KEPT_M, FN_LOG_PROB_KEPT_S, FN_LOG_PROB_KEPT_ENTROPY};
     tensor t;
     if (!PyList_Check(arguments[NEEDS]) || PyList_Size(arguments[NEEDS]) != 1 || PyList_GetItem(arguments[NEEDS], 0) != Py_True) return 0;
     for (int i = 0; i < 2 + entropy; i++) {
         struct fn_operand *numbers = &o[kept[i]];
         if (!read_numbers(arguments[M + i], g, 0, numbers) || numbers->kind != kept_kind || (!numbers->stride && job->rows > 1)) return 0;
     }
-    if (entropy && !read_numbers(arguments[D_ENTROPY], g, 0, &o[FN_LOG_PROB_DH])) return 0;
+    if (entropy && !read_numbers(arguments[D_ENTROPY], g, 0, &o[FN_LOG_PROB_D_ENTROPY])) return 0;
     if (job->operation != FN_LOG_SOFTMAX) return read_numbers(arguments[D], g, job->operation >= FN_SELECTED, &o[FN_LOG_PROB_D]);
     if (!fn_read(arguments[D], &t, &o[FN_LOG_PROB_D]) || !fn_same_device(&t, &g->logits)) return 0;
     return fn_same_shape(&t, &g->logits) && (o[FN_LOG_PROB_D].kind != FN_F64 || job->wide);
@@ -220,7 +219,7 @@ PyObject *fn_find_log_prob_gradient(const struct fn_call_kind *kind, PyObject **
     int failed = fn_take_output(&dx, Py_None, arguments[LOGITS], &g.logits, 0, NULL);
     if (!failed) {
         g.job.pass = FN_BACKWARD;
-        g.job.operand[FN_LOG_PROB_OUT] = dx.o;
+        g.job.operand[FN_DLOGITS] = dx.o;
         failed = fn_run_on_device(&g.call, &g.logits, 0);
     }
     return fn_hand_out(&dx, 1, failed);

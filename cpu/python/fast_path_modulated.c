@@ -45,7 +45,7 @@ static int read_arguments(PyObject *const *arguments, struct given *g) {
     fn_take_rows(&g->call, &g->operand[Y]);
     g->call.flags = FN_DECLARED_ONLY;
     job->operation = FN_MODULATE;
-    job->number[FN_MODULATE_ROUND_STEPS] = arguments[ROUND_STEPS] == Py_True;
+    job->flag[FN_MODULATE_ROUND_STEPS].whole = arguments[ROUND_STEPS] == Py_True;
     job->wide = job->operand[FN_MODULATE_Y].kind == FN_F64;
     job->rows = job->inner = g->call.rows, job->hidden = g->call.hidden;
     g->extent[Y] = fn_extent_of_rows(&job->operand[FN_MODULATE_Y], job->rows, job->hidden);
@@ -115,9 +115,11 @@ PyObject *fn_modulate_gradients(const struct fn_call_kind *kind, PyObject **argu
         if (!failed) failed = fn_elements(&gradients[i].t) < 0;
         o[FN_MODULATE_DY + i] = gradients[i].o;
         o[FN_MODULATE_DY + i].outer_stride = i == Y ? g.job.inner * g.job.hidden : g.job.rows / g.extent[i].rows;
+        if (i != Y) o[FN_MODULATE_DY + i].stride = 1;
     }
     g.job.pass = FN_BACKWARD;
     g.job.operation = FN_MODULATE_BACKWARD;
+    g.job.sums = 1 << FN_MODULATE_DSCALE | 1 << FN_MODULATE_DSHIFT;
     if (!failed) failed = fn_run_on_device(&g.call, &g.operand[Y], 0);
     return fn_hand_out(gradients, GRADIENTS, failed);
 }

@@ -48,53 +48,83 @@ static int run_divided(struct work *work) {
     return failed;
 }
 
-/* Tiles of modulate's gradients that are sums over the same number of rows. */
-struct sums {
+/* Sums of gradients over the same number of rows, of which threads take tiles of columns, or subtrees of these. */
+struct tiles {
     const struct fn_declared *job;
-    fn_modulate_sums *sum;
-    int wanted;
-    int64_t rows, per_sample; /* per_sample: tiles */
+    fn_declared_sums *sum;
+    struct fn_sums of; /* of all of them */
+    int64_t tile, per_sum; /* columns of a tile, and tiles of a sum */
 };
 
-static void sum_share(const void *argument, int64_t begin, int64_t end, char *buffer) {
-    const struct sums *sums = argument;
-    for (int64_t tile = begin; tile < end; tile++) {
-        const int64_t sample = tile / sums->per_sample, first = (tile - sample * sums->per_sample) * FN_MODULATE_TILE;
-        const int64_t left = sums->job->hidden - first, n = left < FN_MODULATE_TILE ? left : FN_MODULATE_TILE;
-        sums->sum(sums->job, sums->wanted, sums->rows, sample, first, (int)n, buffer);
-    }
+/* Takes a subtree of a tile. */
+static void take_tile(const struct tiles *tiles, int64_t tile, int64_t subtree, char *buffer) {
+    struct fn_sums of = tiles->of;
+    of.number = tile / tiles->per_sum;
+    of.first = of.number / of.step * of.step * of.rows + of.number % of.step;
+    of.begin = (tile - of.number * tiles->per_sum) * tiles->tile;
+    of.n = tiles->job->hidden - of.begin < tiles->tile ? tiles->job->hidden - of.begin : tiles->tile;
+    of.subtree = subtree;
+    if (of.shared) of.shared += tile * of.subtrees * of.bytes;
+    tiles->sum(tiles->job, &of, buffer);
 }
 
-static int run_sums(const struct fn_declared *job, int wanted, int64_t rows) {
-    const int64_t per_sample = (job->hidden + FN_MODULATE_TILE - 1) / FN_MODULATE_TILE;
-    const struct sums sums = {job, fn_kernels_for(FN_F32)->modulate_sums, wanted, rows, per_sample};
-    const size_t bytes = 2 * (FN_LEVELS + 1) * FN_MODULATE_TILE * (job->wide ? sizeof(double) : sizeof(float));
-    return fn_divide(sum_share, &sums, job->rows / rows * per_sample, job->rows * job->hidden, job->threads, bytes);
+static void take_subtrees(const void *argument, int64_t begin, int64_t end, char *buffer) {
+    const struct tiles *tiles = argument;
+    const int64_t subtrees = tiles->of.subtrees;
+    for (int64_t i = begin; i < end; i++) take_tile(tiles, i / subtrees, i % subtrees, buffer);
 }
 
-/* All gradients in one pass over the rows, unless scale and shift have samples of two lengths. Dy, alone, is computed by rows. */
-static int run_modulate_backward(const struct fn_declared *job) {
-    const struct fn_operand *scale = &job->operand[FN_MODULATE_DSCALE], *shift = &job->operand[FN_MODULATE_DSHIFT];
-    const int together = scale->kind && shift->kind && scale->outer_stride == shift->outer_stride;
-    int dy = job->operand[FN_MODULATE_DY].kind ? 1 << FN_MODULATE_DY : 0;
-    if (scale->kind) {
-        if (run_sums(job, dy | 1 << FN_MODULATE_DSCALE | together << FN_MODULATE_DSHIFT, scale->outer_stride)) return 1;
-        dy = 0;
+static void end_tiles(const void *argument, int64_t begin, int64_t end, char *buffer) {
+    const struct tiles *tiles = argument;
+    for (int64_t tile = begin; tile < end; tile++) take_tile(tiles, tile, tiles->of.subtrees, buffer);
+}
+
+static int run_sums_of(const struct fn_declared *job, int64_t wanted, int with_rows, const struct fn_operand *like) {
+    const int64_t tile = fn_declared_tile(job), elements = job->rows * job->hidden, item = job->wide ? sizeof(double) : sizeof(float);
+    struct tiles tiles = {.job = job, .sum = fn_kernels_for(FN_F32)->declared_sums, .tile = tile, .per_sum = (job->hidden + tile - 1) / tile,
+                          .of = {.wanted = wanted, .with_rows = with_rows, .rows = like->outer_stride, .step = like->stride,
+                                 .size = fn_float_row(tile), .subtrees = 1}};
+    struct fn_sums *const of = &tiles.of;
+    for (int i = 0; i < FN_DECLARED_OPERANDS; i++) of->bytes += (wanted >> i & 1) * of->size * item;
+    const int64_t all = job->rows / of->rows * tiles.per_sum, room = fn_room_of_row(job) + (1 + FN_LEVELS) * of->bytes;
+    while (elements >= FN_PARALLEL_ELEMENTS && all * of->subtrees < job->threads && of->subtrees < of->rows && of->subtrees < 1 << FN_LEVELS)
+        of->subtrees *= 2;
+    char *const memory = of->subtrees > 1 ? malloc((size_t)(all * of->subtrees * of->bytes + FN_ALIGNMENT)) : NULL;
+    if (of->subtrees > 1 && !memory) return 1;
+    if (memory) of->shared = (char *)fn_round_up((int64_t)(uintptr_t)memory, FN_ALIGNMENT);
+    int failed = fn_divide(take_subtrees, &tiles, all * of->subtrees, elements, job->threads, (size_t)room);
+    if (!failed && memory) failed = fn_divide(end_tiles, &tiles, all, elements, job->threads, (size_t)room);
+    free(memory);
+    return failed;
+}
+
+/* All gradients in one pass over the rows, or in one for each number of rows that sums have. */
+static int run_sums(const struct fn_declared *job) {
+    int failed = 0, with_rows = 1;
+    for (int64_t left = job->sums, wanted; left && !failed; left -= wanted, with_rows = 0) {
+        const struct fn_operand *first = NULL;
+        wanted = 0;
+        for (int i = 0; i < FN_DECLARED_OPERANDS; i++) {
+            const struct fn_operand *o = &job->operand[i];
+            if (!(left >> i & 1)) continue;
+            if (!first) first = o;
+            if (o->outer_stride == first->outer_stride && o->stride == first->stride) wanted |= (int64_t)1 << i;
+        }
+        failed = run_sums_of(job, wanted, with_rows, first);
     }
-    return shift->kind && !together ? run_sums(job, dy | 1 << FN_MODULATE_DSHIFT, shift->outer_stride) : 0;
+    return failed;
 }
 
 int fn_run_declared(const void *packed) {
     const struct fn_declared *job = packed;
-    if (job->operation == FN_MODULATE_BACKWARD && (job->operand[FN_MODULATE_DSCALE].kind || job->operand[FN_MODULATE_DSHIFT].kind))
-        return run_modulate_backward(job);
+    if (job->sums) return run_sums(job);
     const int64_t bytes = job->rows * job->hidden * fn_element_size(job->operand[0].kind);
-    const size_t item = job->wide ? sizeof(double) : sizeof(float), shared = item * (size_t)fn_declared_shared(job->hidden);
+    const size_t room_bytes = FN_DECLARED_ROOM * (job->wide ? sizeof(double) : sizeof(float)), all = (size_t)fn_room_of_row(job);
     struct work work = {.job = job, .row = fn_kernels_for(FN_F32)->declared_row, .fetches = bytes >= fn_tuning()->fetched,
-                        .steps = fn_declared_steps(job), .room_bytes = item * FN_DECLARED_ROOM};
+                        .steps = fn_declared_steps(job), .room_bytes = room_bytes};
     if (!work.steps || job->rows >= job->threads || job->hidden < FN_PARALLEL_ELEMENTS)
-        return fn_divide(run_rows, &work, job->rows, job->rows * job->hidden, job->threads, work.room_bytes + shared);
-    work.shared = malloc(shared);
+        return fn_divide(run_rows, &work, job->rows, job->rows * job->hidden, job->threads, all);
+    work.shared = malloc(all - room_bytes);
     const int failed = !work.shared || run_divided(&work);
     free(work.shared);
     return failed;

@@ -109,13 +109,15 @@ static void run_backward(const struct grid *g, uint32_t program) {
 static void run_log_prob(const struct grid *g, uint32_t program) {
     const struct fn_declared *job = (const struct fn_declared *)(g->call + 1);
     const struct fn_call *c = g->call;
-    const struct fn_operand *x = &job->operand[FN_LOGITS], *out = x + FN_LOG_PROB_OUT, *d = x + FN_LOG_PROB_D;
+    const struct fn_log_prob of = fn_log_prob_of(job);
+    const struct fn_operand *x = &job->operand[FN_LOGITS], *out = of.out, *d = of.d;
+    const int64_t ignores = job->given >> FN_LOG_PROB_IGNORE_INDEX & 1;
 #define CALL(REAL) \
     ((LOG_PROB(REAL))g->kernel)( \
-        at(x), at(x + FN_LOG_PROB_IDS), at(x + FN_LOG_PROB_TEMPERATURE), at(out), at(out), at(x + FN_LOG_PROB_M), \
-        at(x + FN_LOG_PROB_S), at(x + FN_LOG_PROB_H), at(d), at(d), at(x + FN_LOG_PROB_DH), x->stride, out->stride, \
-        d->stride, c->inner, fn_jump_of(c, x), fn_jump_of(c, out), fn_jump_of(c, d), c->hidden, job->count, \
-        job->ignore_index, job->ignores, (REAL)job->number[FN_LOG_PROB_SOFTCAP], program, 0, 0, (uint32_t)g->programs, 1, 1)
+        at(x), at(x + FN_LOG_PROB_IDS), at(x + FN_LOG_PROB_TEMPERATURE), at(out), at(out), at(of.m), \
+        at(of.s), at(of.entropy), at(d), at(d), at(of.d_entropy), x->stride, out->stride, \
+        d->stride, c->inner, fn_jump_of(c, x), fn_jump_of(c, out), fn_jump_of(c, d), c->hidden, fn_ids_of_row(job), \
+        job->flag[FN_LOG_PROB_IGNORE_INDEX].whole, ignores, (REAL)job->flag[FN_LOG_PROB_SOFTCAP].number, program, 0, 0, (uint32_t)g->programs, 1, 1)
     if (job->wide) CALL(double);
     else CALL(float);
 #undef CALL

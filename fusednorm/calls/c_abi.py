@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import struct
 from collections.abc import Callable
@@ -36,6 +37,8 @@ KINDS: dict[torch.dtype | None, int] = {
     torch.float16: Kind.F16.value,
     torch.bfloat16: Kind.BF16.value,
     torch.float64: Kind.F64.value,
+    torch.int32: Kind.I32.value,
+    torch.int64: Kind.I64.value,
 }
 
 # Integers of this module: an attribute of an enumeration costs 0.1 us, and packing is a tenth of a short call.
@@ -293,42 +296,47 @@ def pack_rotate(call: Rotate, threads: int = 1) -> bytes:
     )
 
 
-_DECLARED, _NUMBERS = struct.Struct("=13q2d36q"), (0, 1)
-_OPERANDS_OF_DECLARED, _FLAGS_OF_DECLARED = 9, 2
 _DECLARED_OF = {of.name.lower(): of.value for of in DeclaredOf}
-#: The places of operands in C, where they are not those of ``tensors``.
-_PLACES = dict.fromkeys(
-    ("log_softmax", "logsumexp", "selected", "selected_and_entropy", "sums"),
-    ("logits", "out", "ids", "temperature", "m", "s", "entropy", "d", "d_entropy"),
-)
+_OPERANDS_OF_DECLARED, _FLAGS_OF_DECLARED = 16, 16
+
+
+@functools.cache
+def _declared(flags: str, operands: int) -> Callable[..., bytes]:
+    """Packs so many operands, and flags each of which is a double or a whole number, as ``d`` and ``q`` say."""
+    flags_left, operands_left = _FLAGS_OF_DECLARED - len(flags), _OPERANDS_OF_DECLARED - operands
+    assert min(flags_left, operands_left) >= 0, "struct fn_declared has no room for so many operands or flags"
+    return struct.Struct(f"=11q{flags}{8 * flags_left}x{4 * operands}q{32 * operands_left}x").pack
 
 
 def pack_declared(call: Call, threads: int = 1) -> bytes:
     """A declared operation, or its gradient, as ``struct fn_declared`` of ``cpu/abi/declared.h``."""
-    name, backward, tensors, strides, flags, hidden_size, rows, inner, part = call
+    name, backward, tensors, strides, flags, hidden_size, rows, inner, part, sums = call
     number = _DECLARED_OF[name]
     if backward:
         number = _DECLARED_OF.get(f"{name}_backward", number)
-    ids, ignored = tensors.get("ids"), flags.get("ignore_index")
-    id_size, count = (0, 0) if ids is None else (ids.element_size(), ids.numel() // rows)
-    numbers = [flag or 0.0 for of, flag in flags.items() if of != "ignore_index"]
     operands: list[int] = []
-    for place in _PLACES.get(name, tensors):
-        tensor = tensors.get(place)
-        kind, address = (0, 0) if tensor is None else (KINDS.get(tensor.dtype, 0), tensor.data_ptr())
-        operands += (kind, address, *(_ABSENT[2:] if tensor is None else strides.get(place, _NUMBERS)))
-    return _DECLARED.pack(
-        *(backward, number, call.x.dtype == torch.float64, threads, rows, inner, hidden_size),
-        *(id_size, count, *part, ignored is not None, ignored or 0),
-        *(numbers + [0.0] * (_FLAGS_OF_DECLARED - len(numbers))),
-        *(operands + [0] * (4 * _OPERANDS_OF_DECLARED - len(operands))),
+    of_sums, given, types = 0, 0, ""
+    for place, (operand, tensor) in enumerate(tensors.items()):
+        if tensor is None:
+            operands += _ABSENT
+            continue
+        if operand in strides:
+            lies = strides[operand]
+        elif operand in sums:
+            lies = sums[operand]
+            of_sums |= 1 << place
+        else:
+            each = tensor.numel() // rows
+            lies = inner * each, each
+        operands += (KINDS[tensor.dtype], tensor.data_ptr(), *lies)
+    for place, flag in enumerate(flags.values()):
+        given |= (flag is not None) << place
+        types += "d" if type(flag) is float else "q"
+    return _declared(types, len(tensors))(
+        *(backward, number, call.x.dtype == torch.float64, threads, rows, inner, hidden_size, *part, of_sums, given),
+        *[flag or 0 for flag in flags.values()],
+        *operands,
     )
-
-
-def pack_logarithm(x: Tensor, out: Tensor) -> bytes:
-    """The logarithm of each number, of contiguous float32 or float64; for tests, because no operation is it alone."""
-    numbers = DeclaredOf.LOGARITHM.value, x.dtype == torch.float64, 1, 1, 1, x.numel()
-    return _DECLARED.pack(0, *numbers, *[0] * 6, 0.0, 0.0, *_operand(x), *_operand(out), *[0] * 28)
 
 
 def pack_call(call: Call, threads: int = 1) -> bytes:

@@ -6,13 +6,15 @@ from enum import IntEnum
 
 
 class Kind(IntEnum):
-    """How the elements of an operand are stored. NONE: the operand is absent."""
+    """How the elements of an operand are stored. NONE: the operand is absent. I32, I64: places of elements, as ids."""
 
     NONE = 0
     F32 = 1
     F16 = 2
     BF16 = 3
     F64 = 4
+    I32 = 5
+    I64 = 6
 
 
 class Pass(IntEnum):
@@ -112,6 +114,10 @@ class DeclaredOf(IntEnum):
     SUMS = 5
     MODULATE = 6
     MODULATE_BACKWARD = 7
+
+
+#: The flags that these kernels know, but those of log-probabilities.
+FLAGS_OF = dict.fromkeys((DeclaredOf.MODULATE, DeclaredOf.MODULATE_BACKWARD), ("round_steps",))
 
 
 class RotationFlag(IntEnum):

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -579,22 +580,20 @@ class Call(NamedTuple):
 
     Log-probabilities are such operations: docs/spec.md, section 11. Their operands and results are ``logits``, ``ids``,
     ``temperature``, ``out``, ``m``, ``s`` (the greatest number and the sum of exponentials of each row) and
-    ``entropy``. Of a part of a row, "sums" is given ``m``, and writes the sums of exponentials of each segment, and as
-    ``entropy`` those that the entropy takes.
+    ``entropy``, all of which each call names. Of a part of a row, "sums" is given ``m``, and writes the sums of
+    exponentials of each segment, and as ``entropy`` those that the entropy takes.
     """
 
     #: The operation's; of log-probabilities "log_softmax", "logsumexp", "selected", "selected_and_entropy" or "sums".
     name: str
-    #: Whether ``out`` receives the gradient of the first operand, of its dtype. What the forward pass wrote is then
-    #: read, and incoming gradients are ``d`` and ``d_entropy``: that of the entropy, or None; of "log_softmax" of parts
-    #: of rows, the sums of whole rows of ``d``. Where several operands have gradients, ``dy`` has that of ``y``, and so
-    #: on, or it is None.
+    #: Whether these are its gradients: ``dy`` receives that of ``y``, of its dtype, and so on, or it is None. The
+    #: results that are kept are then read. Incoming gradients are ``d`` and ``d_entropy``: that of the entropy, or
+    #: None; of "log_softmax" of parts of rows, the sums of whole rows of ``d``.
     backward: bool
-    #: By the names of the declaration: operands, the rows first, and results. An optional one may be None or absent.
-    #: A tensor without rows is contiguous.
+    #: By the names of the declaration: operands, the rows first, and results; of gradients operands, kept results,
+    #: incoming gradients, and those of operands. One that there is not is None. A tensor without strides is contiguous.
     tensors: Mapping[str, Tensor | None]
-    #: Of the tensors that have rows: [..., N], and those of samples in this shape. Of the gradient of what has samples
-    #: (rows whose sum is one of its rows, N).
+    #: Of the tensors that have rows: [..., N], and weights, tables and those of samples with a row for each of these.
     strides: Mapping[str, Strides]
     #: But for the dtypes of results.
     flags: Mapping[str, Any]
@@ -603,11 +602,13 @@ class Call(NamedTuple):
     inner: int
     #: Where the rows begin in rows of which they may be a part, and the length of those, to which ids belong; or zeros.
     part: tuple[int, int] = (0, 0)
+    #: Of gradients whose rows are sums over rows: how many, and how far they are apart, as those of a head are.
+    sums: Mapping[str, tuple[int, int]] = MappingProxyType({})
 
     @property
     def x(self) -> Tensor:
-        """The rows, [..., N]."""
-        return cast(Tensor, next(iter(self.tensors.values())))
+        """The rows, [..., N]: the first tensor that there is."""
+        return next(tensor for tensor in self.tensors.values() if tensor is not None)
 
     def __getattr__(self, name: str) -> Any:
         """A tensor or a flag, by its name."""

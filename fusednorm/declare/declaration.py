@@ -81,6 +81,8 @@ class Kernel(NamedTuple):
     feature: str
     #: The flags that every such backend knows. It is asked about each other one that is not at its usual value.
     known: tuple[str, ...] = ()
+    #: An operation with all operands and results that this one has: one kernel has both, and calls name all.
+    like: Declaration | None = None
 
 
 _OF_THE_NAME = Kernel("", "")

@@ -29,11 +29,14 @@ from fusednorm.calls.checks import (
     refuse_type,
 )
 from fusednorm.calls.scalars import number, whole
-from fusednorm.declare.declaration import Declaration, Kernel, Result, Role
+from fusednorm.declare.declaration import Declaration, Result, Role
 
 #: By the names of a declaration, in its order.
 Operands: TypeAlias = Mapping[str, Tensor | None]
 Flags: TypeAlias = Mapping[str, Any]
+
+#: The roles of operands of which several rows take one.
+SHARED = (Role.WEIGHT, Role.SAMPLES, Role.TABLE)
 
 #: The types of flags in a schema, by the types of their defaults.
 _TYPES = {float: "float", int: "int", bool: "bool", str: "str", type(None): "ScalarType?", type: "ScalarType"}
@@ -74,6 +77,7 @@ class Plan:
         self._checks = {flag: _check_of(flag, default) for flag, default in declaration.flags.items()}
         if declaration.transposed is not None:  # of any rows
             self._checks = {flag: _without_rows(check) for flag, check in self._checks.items()}
+        self._usual = None if _has_numbers(declaration) else tuple(declaration.defaults.items())
         self._numbers = [flag for flag, default in declaration.flags.items() if _is_number(default)]
         self._results = tuple(
             Made(one.name, one.role is Role.ROWS, self._shape_of(one.role), self._dtype_of(one))
@@ -87,19 +91,24 @@ class Plan:
         # What goes into calls of backends.
         self.kernel = None
         if (kernel := declaration.kernel) is not None:
-            self.kernel = Kernel(kernel.name or declaration.name, kernel.feature or declaration.name, kernel.known)
-            feature = self.kernel.feature
+            name, feature = kernel.name or declaration.name, kernel.feature or declaration.name
+            self.kernel = kernel._replace(name=name, feature=feature)
             self._steps = Step(feature), Step(f"{feature}_backward")
         self._dtypes = {result.dtype for result in declaration.results if result.dtype is not None}
         known = {*self._dtypes, *(kernel.known if kernel else ())}
-        self._asked = {flag: value for flag, value in declaration.defaults.items() if flag not in known}
+        self._asked = [(flag, value) for flag, value in declaration.defaults.items() if flag not in known]
         roles = {**declaration.roles, **{result.name: result.role for result in declaration.results}}
-        #: The names of tensors that have rows.
-        self.of_rows = {name for name, role in roles.items() if role in (Role.ROWS, Role.SAMPLES)}
-        self.of_samples = tuple(operand.name for operand in declaration.operands if operand.role is Role.SAMPLES)
+        #: The operands of which several rows take one, with their roles.
+        self.shared = {one.name: one.role for one in declaration.operands if one.role in SHARED}
+        self.of_rows = tuple(name for name, role in roles.items() if role is Role.ROWS)
         self.operands_with_rows = tuple(name for name in self.operands if name in self.of_rows)
-        self.rows_of_calls = tuple(name for name in self.operands_with_rows if name not in self.of_samples)
-        self.results_with_rows = tuple(one.name for one in declaration.results if one.name in self.of_rows)
+        self.results_with_rows = tuple(one.name for one in declaration.results if one.role is Role.ROWS)
+        # The names of all tensors of calls, in their order.
+        like = (kernel and kernel.like) or declaration
+        self.read = dict.fromkeys([one.name for one in like.operands])
+        self.read_again = dict.fromkeys([*self.read, *[one.name for one in like.kept]])
+        self.incoming = dict.fromkeys(like.incoming if like.gradient is not None else ())
+        self.results_of_calls = dict.fromkeys([one.name for one in like.results])
         #: The results that others are copies of.
         self.copied = {result.copy_of for result in declaration.results if result.copy_of}
         #: The results that kernels write; and those of them that are not for gradients alone.
@@ -108,13 +117,17 @@ class Plan:
         self.written_for_callers = tuple(
             made for one, made in pairs if not one.copy_of and (not one.kept or one.name in self.copied)
         )
-        #: The names of gradients.
-        self.gradients = tuple(f"d{name}" for name in self.with_gradient) if len(self.with_gradient) > 1 else ("out",)
+        #: The names of gradients, and of those that have rows.
+        self.gradients = tuple(f"d{name}" for name in self.with_gradient)
+        self.gradients_with_rows = tuple(f"d{name}" for name in self.with_gradient if roles[name] is Role.ROWS)
 
     def step_of(self, flags: Flags, backward: bool = False) -> Step:
         """The operation, or its gradient, with everything that a backend must know."""
         step = self._steps[backward]
-        return step.with_flags(*unusual(flags, self._asked)) if self._asked else step
+        for flag, usual in self._asked:
+            if flags[flag] != usual:
+                return step.with_flags(*unusual(flags, dict(self._asked)))
+        return step
 
     def of_calls(self, flags: Flags) -> Flags:
         """The flags but those that are dtypes of results."""
@@ -256,7 +269,8 @@ class Plan:
         rows: Any = operands[self.rows]
         if rows is None or not are_dense((*operands.values(),), in_memory):
             return False
-        shape, wide, device = rows.shape, self.decider(operands)[1].dtype is torch.float64, rows.device
+        decides = rows if len(self._deciding) == 1 else self.decider(operands)[1]
+        shape, wide, device = rows.shape, decides.dtype is torch.float64, rows.device
         for name, fits, dtypes in self._fits:
             tensor = operands[name]
             if tensor is None:
@@ -295,7 +309,7 @@ class Plan:
         """Checks flags, all or those that a gradient takes; returns them, numbers rounded to the accumulator type."""
         if self.declaration.check is not None:
             flags = {**flags, **(self.declaration.check(**operands, **flags) or {})}
-        if not flags:
+        if self._usual is not None and _are(flags, self._usual):
             return flags
         name, rows = self.decider(operands)
         wide, checks = accumulator(rows.dtype), self._checks
@@ -318,6 +332,18 @@ def _tensors(count: int) -> str:
 
 def _is_number(default: object) -> bool:
     return type(default) is float or default is float
+
+
+def _has_numbers(declaration: Declaration) -> bool:
+    return any(_is_number(default) or default is torch.dtype for default in declaration.flags.values())
+
+
+def _are(flags: Flags, usual: tuple[tuple[str, Any], ...]) -> bool:
+    """Whether all flags that there are have their usual values, which need no check."""
+    for flag, value in usual:
+        if flags.get(flag, value) is not value:
+            return False
+    return True
 
 
 def _fits_samples(shape: torch.Size, rows: torch.Size) -> bool:

@@ -12,6 +12,7 @@ from torch.autograd.graph import increment_version
 from fusednorm.calls.call import Call, KindOfCall, Step, Strides
 from fusednorm.calls.checks import check_kept
 from fusednorm.calls.memory import in_levels, new, new_like, packed
+from fusednorm.declare.declaration import Role
 from fusednorm.declare.plan import Flags, Operands, Plan
 from fusednorm.engine.choose import Chosen
 from fusednorm.engine.execute import chosen_for, new_gradients
@@ -35,13 +36,9 @@ def forward(
     if backend is None or plan.kernel is None:
         return as_new(declaration.formula(**operands, **flags), operands.values())
     results = _new_results(plan, operands, flags, outputs, keep)
+    read, written = {**plan.read, **operands}, {**plan.results_of_calls, **results}
     fresh = plan.results_with_rows if not outputs else [name for name in plan.results_with_rows if name not in outputs]
-    laid = None
-    if plan.of_samples:
-        laid = _laid_beside_samples(plan, operands, results, fresh, outputs)
-        operands = _samples_as_rows(plan, operands, rows) if laid is None else operands
-    if laid is None:
-        laid = laid_out(operands, results, plan.operands_with_rows, fresh, (*outputs,))
+    laid = _laid_beside_shared(plan, read, written, plan.operands_with_rows, fresh, (*outputs,))
     if laid is None:  # a kernel cannot write where the caller wants it
         return forward(plan, operands, flags, keep=keep)
     size = rows.shape[-1]
@@ -102,12 +99,19 @@ def backward(plan: Plan, given: Mapping[str, Any], needs: Sequence[bool]) -> tup
     if not x.numel():
         return tuple(t if t is None else t.zero_() for t in found)
     written = dict(zip(plan.gradients, found, strict=True))
-    others = {name: given[name] for name in (*plan.operands, *[result.name for result in declaration.kept])}
-    read = {**_samples_as_rows(plan, others, x), **{name: given[name] for name in declaration.incoming}}
-    # Each row of the gradient of what has samples is the sum over so many rows.
-    sums = {f"d{name}": (x.numel() // given[name].numel(), x.shape[-1]) for name in plan.of_samples}
-    of_rows = {*plan.of_rows, plan.gradients[0]}
-    make(backend, plan.kernel.name, read, written, of_rows, plan.of_calls(flags), True, strides=sums)
+    tensors = {name: given[name] for name in declaration.backward_tensors}
+    read = {name: tensors.get(name) for name in (*plan.read_again, *plan.incoming)}
+    rows = [name for name in plan.of_rows if read.get(name) is not None]
+    laid = cast(Any, _laid_beside_shared(plan, read, written, rows, plan.gradients_with_rows))
+    sums = {}
+    for name, role in plan.shared.items():
+        t = given[name]
+        if t is not None and role is not Role.TABLE:  # of heads, each of which has a weight, rows lie apart
+            of_heads = role is Role.WEIGHT and t.dim() > 1
+            sums[f"d{name}"] = (x.numel() // t.numel(), t.shape[0] if of_heads else 1)
+    numbers, size = (x.numel() // x.shape[-1], laid.inner), x.shape[-1]
+    call = Call(plan.kernel.name, True, laid.tensors, laid.strides, plan.of_calls(flags), size, *numbers, (0, 0), sums)
+    launch(backend, call)
     return found
 
 
@@ -116,38 +120,61 @@ def backend_of(rows: Tensor, step: Step) -> Chosen | None:
     return chosen_for(KindOfCall(rows.device, rows.dtype, rows.shape[-1], step))
 
 
-def _laid_beside_samples(
-    plan: Plan, operands: Operands, results: Mapping[str, Tensor], fresh: Sequence[str], outputs: Mapping[str, Tensor]
+def _laid_beside_shared(
+    plan: Plan,
+    read: Mapping[str, Any],
+    written: Operands,
+    rows: Sequence[str],
+    fresh: Sequence[str],
+    given: Sequence[str] = (),
 ) -> Laid | None:
-    """The tensors of a call whose rows lie in one level, so that the rows of a sample are the inner one of two.
+    """:func:`laid_out`, where weights, tables and what samples have got a row for each row, which share memory."""
+    shared = [name for name in plan.shared if read[name] is not None]
+    x = read[plan.rows]
+    shape = x.shape
+    if all([read[name].shape == shape for name in shared]):  # a generator takes longer
+        return laid_out(read, written, (*rows, *shared), fresh, given)
+    laid = _beside_samples(plan, read, written, x, shared, rows, fresh, given)
+    if laid is not None:
+        return laid
+    expanded = dict(read)
+    for name in shared:
+        t, role = read[name], plan.shared[name]
+        if role is Role.TABLE:
+            t = t.unsqueeze(-2)
+        elif role is Role.SAMPLES:
+            for _ in range(x.dim() - t.dim()):
+                t = t.unsqueeze(-2)
+        expanded[name] = t.expand(*shape[:-1], t.shape[-1])
+    return laid_out(expanded, written, (*rows, *shared), fresh, given)
 
-    None if they lie otherwise, or if not all samples have as many rows.
+
+def _beside_samples(
+    plan: Plan,
+    read: Mapping[str, Any],
+    written: Operands,
+    x: Tensor,
+    shared: Sequence[str],
+    rows: Sequence[str],
+    fresh: Sequence[str],
+    given: Sequence[str],
+) -> Laid | None:
+    """The usual case: rows lie in one level, and the rows of a sample, equally many for all, are the inner one of two.
+
+    None in any other.
     """
-    x: Any = operands[plan.rows]
-    elements = {cast(Tensor, operands[name]).numel() for name in plan.of_samples}
+    if any(plan.shared[name] is not Role.SAMPLES for name in shared):
+        return None
+    elements = {read[name].numel() for name in shared}
     if len(elements) > 1 or 0 in elements or (per_sample := x.numel() // elements.pop()) == 1:
         return None
-    of_rows = {name: tensor for name, tensor in operands.items() if name not in plan.of_samples}
-    laid = laid_out(of_rows, results, plan.rows_of_calls, fresh, (*outputs,))
+    laid = laid_out(read, written, rows, fresh, given)
     size = x.shape[-1]
     if laid is None or laid.inner != x.numel() // size:
         return None
     strides = {name: (per_sample * step, step) for name, (_, step) in laid.strides.items()}
-    tensors = {**operands, **laid.tensors}
-    for name in plan.of_samples:
-        tensors[name], strides[name] = packed(cast(Tensor, tensors[name])), (size, 0)
-    return Laid(tensors, strides, per_sample)
-
-
-def _samples_as_rows(plan: Plan, tensors: Operands, x: Tensor) -> dict[str, Tensor | None]:
-    """The operands, where those of samples have the shape of the rows, which then share memory."""
-    found = dict(tensors)
-    for name in plan.of_samples:
-        t: Any = found[name]
-        for _ in range(x.dim() - t.dim()):
-            t = t.unsqueeze(-2)
-        found[name] = t if t.shape == x.shape else t.expand_as(x)
-    return found
+    strides.update(dict.fromkeys(shared, (size, 0)))  # laid_out has packed them
+    return Laid(laid.tensors, strides, per_sample)
 
 
 class Laid(NamedTuple):
@@ -211,10 +238,8 @@ def make(
     flags: Mapping[str, Any],
     backward: bool = False,
     part: tuple[int, int] = (0, 0),
-    strides: Mapping[str, Strides] = _NOTHING,
-    given: Sequence[str] = (),
-) -> bool:
-    """Has a backend make a call; returns False, with nothing done, if it cannot write the rows.
+) -> None:
+    """Has a backend make a call, all of whose results are new.
 
     Args:
         backend: the backend.
@@ -225,18 +250,12 @@ def make(
         flags: those of the call.
         backward: whether it is the gradient.
         part: as in :class:`fusednorm.call.Call`.
-        strides: those of results that have no rows of their own.
-        given: see :func:`laid_out`.
     """
     x = cast(Tensor, next(iter(read.values())))
     rows = [of for of, tensor in read.items() if tensor is not None and of in of_rows]
-    laid = laid_out(read, written, rows, [of for of in written if of in of_rows and of not in given], given)
-    if laid is None:
-        return False
-    lie = {**laid.strides, **strides} if strides else laid.strides
-    call = Call(name, backward, laid.tensors, lie, flags, x.shape[-1], x.shape[:-1].numel(), laid.inner, part)
-    launch(backend, call, [cast(Tensor, written[result]) for result in given])
-    return True
+    laid = cast(Any, laid_out(read, written, rows, [of for of in written if of in of_rows]))
+    sizes = x.shape[-1], x.shape[:-1].numel(), laid.inner
+    launch(backend, Call(name, backward, laid.tensors, laid.strides, flags, *sizes, part))
 
 
 def gradient(
@@ -249,14 +268,15 @@ def gradient(
     part: tuple[int, int] = (0, 0),
 ) -> Tensor | None:
     """The gradient of the first of the others, which the forward pass took or returned; None: no backend has it."""
-    x = cast(Tensor, next(iter(others.values())))
+    first = next(iter(others))
+    x = cast(Tensor, others[first])
     if backend is None:
         return None
     check_kept([*incoming.values()], [*others.values()])
     out = new_like(x, x.dtype)
     if any(d is not None and not d.numel() for d in incoming.values()):
         return out.zero_()
-    make(backend, name, {**others, **incoming}, {"out": out}, {*of_rows, "out"}, flags, True, part)
+    make(backend, name, {**others, **incoming}, {f"d{first}": out}, {*of_rows, f"d{first}"}, flags, True, part)
     return out
 
 

@@ -131,7 +131,7 @@ class Operation(Operator):
         if outputs:
             found = tuple([dtensor_bridge.written(t, new) for t, new in zip(given.values(), found, strict=False)])
         count = len(self._returned)
-        return cast(Results, found[0] if count == 1 else found[:count])
+        return found[0] if count == 1 else found[:count]  # type: ignore[return-value]
 
     def compute(
         self, operands: Mapping[str, Any], flags: Mapping[str, Any], outputs: Mapping[str, Tensor]

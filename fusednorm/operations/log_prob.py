@@ -94,14 +94,32 @@ def _with_entropy_gradient(
     return (reference.selected_gradient(*given, *how) if needs[0] else None,)
 
 
+def _kernel(of: DeclaredOf, like: Declaration | None = None) -> Kernel:
+    return Kernel(of.name.lower(), "log_prob", known=("softcap", "ignore_index"), like=like)
+
+
+#: It has all operands and results that any of these operations has.
+_EVERY = Declaration(
+    "selected_log_prob_and_entropy",
+    results=(
+        _LOG_PROB,
+        Result("entropy_out", Role.NUMBERS, wide=True, copy_of="entropy"),
+        *_SUMS,
+        Result("entropy", Role.NUMBERS, kept=True),
+    ),
+    formula=_with_entropy,
+    gradient=_with_entropy_gradient,
+    kernel=_kernel(DeclaredOf.SELECTED_AND_ENTROPY),
+    **_SELECTING,
+)
+
+
 class _Operation(Operation):
     """An operation with log-probabilities, and its calls on the fast path."""
 
     steps = "log_prob"
 
-    def __init__(self, of: DeclaredOf, name: str, **declared: Any) -> None:
-        kernel = Kernel(of.name.lower(), "log_prob", known=("softcap", "ignore_index"))
-        declaration = Declaration(name, kernel=kernel, **declared)
+    def __init__(self, of: DeclaredOf, declaration: Declaration) -> None:
         names = " ".join([operand.name for operand in declaration.operands] + [*declaration.flags])
         entry = Entry("log_prob", names, constants={"operation": of.value, "kept": True})
         taken = " ".join((*declaration.backward_tensors, *declaration.gradient_flags, "needs"))
@@ -132,42 +150,39 @@ class _Operation(Operation):
 
 _LOG_SOFTMAX = _Operation(
     DeclaredOf.LOG_SOFTMAX,
-    "log_softmax",
-    operands=(Operand("logits"),),
-    results=(Result(dtype="out_dtype", overwrites="logits"), *_SUMS),
-    flags={"out_dtype": None},
-    formula=reference.log_softmax,
-    gradient=reference.log_softmax_gradient,
+    Declaration(
+        "log_softmax",
+        operands=(Operand("logits"),),
+        results=(Result(dtype="out_dtype", overwrites="logits"), *_SUMS),
+        flags={"out_dtype": None},
+        formula=reference.log_softmax,
+        gradient=reference.log_softmax_gradient,
+        kernel=_kernel(DeclaredOf.LOG_SOFTMAX, _EVERY),
+    ),
 )
 _LOGSUMEXP = _Operation(
     DeclaredOf.LOGSUMEXP,
-    "logsumexp",
-    operands=(Operand("logits"),),
-    results=(Result(role=Role.NUMBERS, wide=True), *_SUMS),
-    formula=reference.logsumexp,
-    gradient=reference.logsumexp_gradient,
+    Declaration(
+        "logsumexp",
+        operands=(Operand("logits"),),
+        results=(Result(role=Role.NUMBERS, wide=True), *_SUMS),
+        formula=reference.logsumexp,
+        gradient=reference.logsumexp_gradient,
+        kernel=_kernel(DeclaredOf.LOGSUMEXP, _EVERY),
+    ),
 )
 _SELECTED = _Operation(
     DeclaredOf.SELECTED,
-    "selected_log_prob",
-    results=(_LOG_PROB, *_SUMS),
-    formula=_selected,
-    gradient=_selected_gradient,
-    **_SELECTING,
-)
-_WITH_ENTROPY = _Operation(
-    DeclaredOf.SELECTED_AND_ENTROPY,
-    "selected_log_prob_and_entropy",
-    results=(
-        _LOG_PROB,
-        Result("entropy_out", Role.NUMBERS, wide=True, copy_of="entropy"),
-        *_SUMS,
-        Result("entropy", Role.NUMBERS, kept=True),
+    Declaration(
+        "selected_log_prob",
+        results=(_LOG_PROB, *_SUMS),
+        formula=_selected,
+        gradient=_selected_gradient,
+        kernel=_kernel(DeclaredOf.SELECTED, _EVERY),
+        **_SELECTING,
     ),
-    formula=_with_entropy,
-    gradient=_with_entropy_gradient,
-    **_SELECTING,
 )
+_WITH_ENTROPY = _Operation(DeclaredOf.SELECTED_AND_ENTROPY, _EVERY)
 
 
 def _of_rows(logits: Tensor, temperature: float | Tensor | None) -> Tensor | None:

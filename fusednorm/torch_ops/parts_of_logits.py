@@ -122,11 +122,11 @@ def gradient_of(
         return reference.log_softmax_gradient_of(d, logits, m, s, total) if by_backend is None else by_backend
     if not logits.shape[-1]:
         return torch.empty_like(logits)
-    if name == "logsumexp":
-        by_backend = gradient(backend_of(logits, Step("log_prob_backward")), name, {"d": d}, given, ("logits",), {})
-        return reference.logsumexp_gradient(d, logits, m, s, [True])[0] if by_backend is None else by_backend  # type: ignore[return-value]
     d_entropy = incoming[1] if name == _WITH_ENTROPY else None
     of_results = {"d": d, "d_entropy": d_entropy}
+    if name == "logsumexp":
+        by_backend = gradient(backend_of(logits, Step("log_prob_backward")), name, of_results, given, ("logits",), {})
+        return reference.logsumexp_gradient(d, logits, m, s, [True])[0] if by_backend is None else by_backend  # type: ignore[return-value]
     by_backend = gradient(
         backend_of(logits, Step(_PARTS)), "selected", of_results, given, ("logits",), selecting.flags(), part
     )

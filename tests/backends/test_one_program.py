@@ -177,7 +177,8 @@ def log_prob(far, rows, size, name="log_softmax"):
     logits, m, s = far(BF16, shape), far.side_by_side(F32, rows), far.side_by_side(F32, rows)
     ids, entropy = (None, None) if whole else (far.side_by_side(torch.int64, rows, 2), far.side_by_side(F32, rows))
     out = far(BF16, shape) if whole else far.side_by_side(F32, rows, 2)
-    tensors = {"logits": logits, "ids": ids, "out": out, "m": m, "s": s, "entropy": entropy}
+    tensors = {"logits": logits, "ids": ids, "temperature": None, "out": out, "entropy_out": None}
+    tensors |= {"m": m, "s": s, "entropy": entropy}
     strides = {"logits": logits.stride()[:2]} | ({"out": out.stride()[:2]} if whole else {})
     call = Call(name, False, tensors, strides, {}, size, rows, 3)
     return lambda backend: MODULES[backend].forward(call)
@@ -190,9 +191,10 @@ def log_prob_backward(far, rows, size, name="log_softmax"):
     m, s, entropy, d_entropy = (None if whole and i > 1 else far.side_by_side(F32, rows) for i in range(4))
     ids = None if whole else far.side_by_side(torch.int64, rows, 2)
     d = far(BF16, (rows // 3, 3, size)) if whole else far.side_by_side(F32, rows, 2)
-    tensors = {"logits": logits, "ids": ids, "m": m, "s": s, "entropy": entropy, "d": d, "d_entropy": d_entropy}
-    strides = {"logits": logits.stride()[:2], "out": (3 * size, size)} | ({"d": d.stride()[:2]} if whole else {})
-    call = Call(name, True, {**tensors, "out": dx}, strides, {}, size, rows, 3)
+    tensors = {"logits": logits, "ids": ids, "temperature": None, "m": m, "s": s, "entropy": entropy}
+    tensors |= {"d": d, "d_entropy": d_entropy, "dlogits": dx}
+    strides = {"logits": logits.stride()[:2], "dlogits": (3 * size, size)} | ({"d": d.stride()[:2]} if whole else {})
+    call = Call(name, True, tensors, strides, {}, size, rows, 3)
     return lambda backend: MODULES[backend].backward(call)
 
 

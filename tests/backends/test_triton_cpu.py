@@ -214,11 +214,14 @@ def test_c_gives_a_kernel_log_probabilities(dtype, number):
     calls = []
     logits, out, d, dx = (torch.zeros(6, 8, dtype=dtype) for _ in range(4))
     ids, (temperature, m, s, entropy, dh) = torch.zeros(6, 2).int(), torch.zeros(5, 6, dtype=dtype)
-    given = {"logits": logits, "ids": ids, "temperature": temperature, "m": m, "s": s, "entropy": entropy}
+    read, kept = {"logits": logits, "ids": ids, "temperature": temperature}, {"m": m, "s": s, "entropy": entropy}
     strides, flags = {"logits": (500, 8), "out": (501, 9)}, {"softcap": 0.5, "ignore_index": -100}
-    forward = Call("selected", False, {**given, "out": out}, strides, flags, 8, 6, 3)
-    gradients = {**given, "d": d, "d_entropy": dh, "out": dx}
-    backward = forward._replace(backward=True, tensors=gradients)
+    forward = Call("selected", False, {**read, "out": out, "entropy_out": None, **kept}, strides, flags, 8, 6, 3)
+    gradients, strides = (
+        {**read, **kept, "d": d, "d_entropy": dh, "dlogits": dx},
+        {"logits": (500, 8), "dlogits": (501, 9)},
+    )
+    backward = forward._replace(backward=True, tensors=gradients, strides=strides)
     for name, call in (("log_prob", forward), ("log_prob_backward", backward)):
         function = kernel(name, number, calls)
         address = ctypes.cast(function, POINTER).value
@@ -227,7 +230,7 @@ def test_c_gives_a_kernel_log_probabilities(dtype, number):
     kept, numbers = [t.data_ptr() for t in (m, s, entropy)], (8, 2, -100, 1, 0.5)
     lies = (8, 9, 0, 3, 476, 474, 0)
     assert calls[2][0] == (*before, *[out.data_ptr()] * 2, *kept, *[None] * 3, *lies, *numbers, 2, 0, 0, 6, 1, 1)
-    of_d, lies = (d.data_ptr(), d.data_ptr(), dh.data_ptr()), (8, 9, 1, 3, 476, 474, -3)
+    of_d, lies = (d.data_ptr(), d.data_ptr(), dh.data_ptr()), (8, 9, 8, 3, 476, 474, 0)
     assert calls[9][0] == (*before, *[dx.data_ptr()] * 2, *kept, *of_d, *lies, *numbers, 3, 0, 0, 6, 1, 1)
     plain, function = forward._replace(inner=6, flags={"softcap": 0.5}), kernel("log_prob", number, calls)
     assert LIB.fn_run_triton(ctypes.cast(function, POINTER).value, c_abi.pack_alone(plain), 6) == 0
