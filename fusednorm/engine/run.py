@@ -132,7 +132,7 @@ def _laid_beside_shared(
     shared = [name for name in plan.shared if read[name] is not None]
     x = read[plan.rows]
     shape = x.shape
-    if all([read[name].shape == shape for name in shared]):  # a generator takes longer
+    if [read[name].shape for name in shared] == [shape] * len(shared):
         return laid_out(read, written, (*rows, *shared), fresh, given)
     laid = _beside_samples(plan, read, written, x, shared, rows, fresh, given)
     if laid is not None:
