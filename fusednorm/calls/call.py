@@ -184,6 +184,11 @@ class KindOfCall(NamedTuple):
     center: bool = False
 
     @property
+    def name(self) -> str:
+        """The operation's in ``KNOWS``."""
+        return self.step.name
+
+    @property
     def accumulator(self) -> torch.dtype:
         """The type ``A`` of the specification: float64 for a float64 x, else float32."""
         return accumulator(self.x)

@@ -87,7 +87,8 @@ class Plan:
         self.with_gradient = tuple(operand.name for operand in declaration.with_gradient)
         gradient = declaration.gradient is not None
         self.gradient_flags = tuple(declaration.gradient_flags) if gradient else ()
-        self._of_backward = (*declaration.backward_tensors, *self.gradient_flags) if gradient else ()
+        #: The names of the arguments of the gradients' operator, but needs.
+        self.of_backward = (*declaration.backward_tensors, *self.gradient_flags) if gradient else ()
         # What goes into calls of backends.
         self.kernel = None
         if (kernel := declaration.kernel) is not None:
@@ -148,7 +149,7 @@ class Plan:
     def bound_backward(self, arguments: Sequence[Any]) -> tuple[dict[str, Any], list[bool]]:
         """The tensors and the flags of the gradients' operator, all by name, and which gradients it is asked for."""
         *given, needs = arguments
-        return dict(zip(self._of_backward, given, strict=True)), needs
+        return dict(zip(self.of_backward, given, strict=True)), needs
 
     # The text that torch knows an operator by.
 

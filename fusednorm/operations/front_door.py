@@ -58,12 +58,8 @@ class Operation(Operator):
         PUBLIC[function] = self
         return function
 
-    def prepared(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a public function as operands, flags and outputs of the declared names and shapes."""
-        for result, flag in self._of_dtypes:
-            if (out := arguments.get(result)) is not None:
-                arguments[flag] = dtype_of(out, arguments.get(flag), arguments[self.plan.rows], self.plan.rows)
-        return arguments
+    def fit(self, arguments: dict[str, Any]) -> None:
+        """Puts operands of the declared shapes in the place of those that the public functions take as well."""
 
     def open(self, entry: Entry, names: str = "") -> Callable[..., Any]:
         """The fast path of a public function, which has these arguments; None: those that the entry has names for."""
@@ -74,21 +70,19 @@ class Operation(Operator):
             """The results for plain operands that C has read, where gradients are recorded; or None."""
             if must_be_seen.transforms_active():
                 return None
-            given = {**dict(zip(taken, arguments, strict=False)), **named}
+            given = named or dict(zip(taken, arguments, strict=False))
             for output in outputs:
                 if given.get(output) is not None:
                     return None
-            given = self.prepared(given)
+            self.fit(given)
             operands = {operand: given[operand] for operand in self.plan.operands}
             flags: Mapping[str, Any] = {flag: given.get(flag, default) for flag, default in self._defaults}
-            # C has not looked at dtypes yet.
-            asked = any(flags[flag] is not None for flag in dtypes)
-            flags = (self.plan.check_flags if asked else self.plan.rounded)(operands, flags)
+            if [flag for flag in dtypes if flags[flag] is not None]:  # C has not looked at them yet
+                flags = self.plan.check_flags(operands, flags)
+            else:
+                flags = self.plan.rounded(operands, flags)
             found = cast(Any, self.recorded).record(*operands.values(), MappingProxyType(flags))
-            if not isinstance(found, tuple):
-                return found
-            found = found[: len(outputs)]
-            return found if len(found) > 1 else found[0]
+            return found if not isinstance(found, tuple) else found[0] if len(outputs) == 1 else found[: len(outputs)]
 
         return entry.open(recorded=record)
 
@@ -98,7 +92,10 @@ class Operation(Operator):
 
         ``arguments``: all operands, the flags that the function has, and the outputs that it takes.
         """
-        arguments = self.prepared(arguments)
+        self.fit(arguments)
+        for result, flag in self._of_dtypes:
+            if (out := arguments.get(result)) is not None:
+                arguments[flag] = dtype_of(out, arguments.get(flag), arguments[self.plan.rows], self.plan.rows)
         operands = {operand: arguments[operand] for operand in self.plan.operands}
         given = {result: arguments.get(result) for result, _ in self._returned}
         tensors = (*operands.values(), *given.values())

@@ -136,12 +136,10 @@ class _Operation(Operation):
                 return found
         return super().__call__(name, **arguments)
 
-    def prepared(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """See :class:`Operation`; also for a temperature that is a number."""
-        arguments = super().prepared(arguments)
+    def fit(self, arguments: dict[str, Any]) -> None:
+        """See :class:`Operation`; of a temperature that is a number."""
         if "temperature" in arguments:
             arguments["temperature"] = _of_rows(arguments["logits"], arguments["temperature"])
-        return arguments
 
     def of_parts(self, operands: Mapping[str, Any], flags: Mapping[str, Any]) -> tuple[Tensor, ...] | None:
         """By an exchange of sums."""

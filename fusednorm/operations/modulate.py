@@ -19,15 +19,14 @@ _TAKEN = "y scale shift round_steps out_dtype"
 
 
 class _Modulate(Operation):
-    def prepared(self, arguments: dict[str, Any]) -> dict[str, Any]:
+    def fit(self, arguments: dict[str, Any]) -> None:
         """See :class:`Operation`; of scale and shift also with dimensions of one element."""
         y, scale, shift = arguments["y"], arguments["scale"], arguments["shift"]
         if isinstance(y, Tensor) and isinstance(scale, Tensor) and isinstance(shift, Tensor):
             check_dense("y", y)
             check_dense("scale", scale)
             check_dense("shift", shift)
-            arguments |= {"scale": _of_samples(scale, y), "shift": _of_samples(shift, y)}
-        return super().prepared(arguments)
+            arguments["scale"], arguments["shift"] = _of_samples(scale, y), _of_samples(shift, y)
 
 
 _MODULATE = _Modulate(

@@ -153,31 +153,33 @@ class Operator:
         """A gradient or None for each operand."""
         declaration, plan = self.declaration, self.plan
         incoming, saved = incoming[: len(declaration.returned)], ctx.saved_tensors  # a checkpoint lets it be asked once
-        operands, flags = dict(zip(self.taken, saved, strict=False)), ctx.flags
+        flags, again = ctx.flags, must_be_seen.differentiated_again()
         if declaration.transposed is not None:
             none = (None,) * (self.count - 1)
             if incoming[0] is None:
                 return None, *none
             dtensor_bridge.check_kept(incoming, saved)
-            others, flags = declaration.transposed(ctx.dtype, operands, flags)
+            others, flags = declaration.transposed(ctx.dtype, dict(zip(self.taken, saved, strict=True)), flags)
             taken = {plan.rows: incoming[0], **others}
             found = self.dispatched(taken, flags)[0] if through_dispatcher else self.with_gradients(**taken, **flags)
             return found, *none
-        kept = dict(zip([result.name for result in declaration.kept], saved[self.count :], strict=True))
-        of_results = dict(zip(declaration.incoming, self.every(incoming, operands, flags), strict=True))
+        if [d for d in incoming if d is None]:  # ``in`` would compare tensors
+            incoming = self.every(incoming, dict(zip(plan.operands, saved, strict=False)), flags)
         needs = [ctx.needs_input_grad[place] for place in plan.places]
-        given = {**of_results, **operands, **kept, **{flag: flags[flag] for flag in plan.gradient_flags}}
-        if must_be_seen.differentiated_again():
-            dtensor_bridge.check_kept([*of_results.values()], saved[: self.count])
-            found = self._again(of_results, operands, flags, needs)
-        elif (one := self.fast_gradient(*given.values(), needs)) is not None:
+        asked = [flags[flag] for flag in plan.gradient_flags]
+        one = None if again else self.fast_gradient(*incoming, *saved, *asked, needs)
+        if one is not None:
             found = _several(one)
-        elif through_dispatcher or must_be_seen.below(*of_results.values(), *operands.values()):
-            ops = dtensor_bridge.operations(*of_results.values(), *operands.values())
-            found = _several(getattr(ops, f"{declaration.name}_backward")(*given.values(), needs))
+        elif again:
+            operands = saved[: self.count]
+            dtensor_bridge.check_kept(incoming, operands)
+            found = self._again(incoming, dict(zip(plan.operands, operands, strict=True)), flags, needs)
+        elif through_dispatcher or must_be_seen.below(*incoming, *saved[: self.count]):
+            ops = dtensor_bridge.operations(*incoming, *saved[: self.count])
+            found = _several(getattr(ops, f"{declaration.name}_backward")(*incoming, *saved, *asked, needs))
         else:
-            dtensor_bridge.check_kept([*of_results.values()], saved)
-            found = self.run_gradient(given, needs)
+            dtensor_bridge.check_kept(incoming, saved)
+            found = self.run_gradient(dict(zip(plan.of_backward, (*incoming, *saved, *asked), strict=True)), needs)
         gradients: list[Tensor | None] = [None] * self.count
         for place, need, gradient in zip(plan.places, needs, found, strict=True):
             gradients[place] = gradient if need else None
@@ -197,11 +199,11 @@ class Operator:
         return _zeros(cast(Tensor, operands[self.plan.rows]), results)
 
     def _again(
-        self, incoming: Operands, operands: Operands, flags: Flags, needs: list[bool]
+        self, incoming: Sequence[Tensor], operands: Operands, flags: Flags, needs: list[bool]
     ) -> tuple[Tensor | None, ...]:
         """The gradients by the formula, which can be differentiated; kept results are made again with derivatives."""
         declaration, plan = self.declaration, self.plan
-        names, first = (*incoming, *operands), len(incoming)
+        names, first = (*declaration.incoming, *operands), len(incoming)
 
         def formula(*tensors: Any) -> tuple[Tensor | None, ...]:
             return self.by_formula(dict(zip(names, tensors, strict=True)), flags, needs)
@@ -209,7 +211,7 @@ class Operator:
         roles = [operand.role for operand in declaration.operands]
         whole = [first + place for place, role in enumerate(roles) if role is Role.WEIGHT]
         sums = {result: first + place for result, place in enumerate(plan.places)}
-        tensors = (*incoming.values(), *operands.values())
+        tensors = (*incoming, *operands.values())
         return dtensor_bridge.on_rows(formula, tensors, whole, sums, plan.joined_of(operands))
 
     def by_formula(self, tensors: Mapping[str, Any], flags: Flags, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
