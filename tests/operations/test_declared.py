@@ -107,3 +107,30 @@ def test_bench_times_it(listed, monkeypatch, tmp_path):
         expected |= {"torch eager"} if workloads.every_measured()[cell["op"]].text else set()
         assert cell["contenders"].keys() - {"fusednorm in place"} == expected
         assert all("error" not in times for times in cell["contenders"].values())
+
+
+def lies(t, layout):
+    """The same numbers in other memory: rows in columns, rows of wider ones, or in two levels."""
+    if layout == "columns":
+        return t.transpose(0, -1).contiguous().transpose(0, -1)
+    if layout == "wider":
+        return torch.cat((t, t), -1)[..., : t.shape[-1]]
+    return t.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+@pytest.mark.parametrize("layout", ["columns", "wider", "two levels"])
+def test_samples_beyond_the_fast_path(layout):
+    """Of samples, of rows, and of both; in new memory, and in memory of the caller, of which autograd is told."""
+    y, full = torch.randn(2, 3, 4, 20, generator=torch.Generator().manual_seed(1))
+    one = full[:, 0]
+    for scale, shift in ((one, one), (one, full), (full, one), (full, full), (one[:, None], one)):
+        with fusednorm.use_backend("reference"):
+            wanted = fusednorm.modulate(y, scale, shift)
+        with fusednorm.use_backend("cpu"):
+            for operands in ((lies(y, layout), scale, shift), (y, lies(scale, "wider"), shift)):
+                assert torch.equal(fusednorm.modulate(*operands), wanted)
+                out = lies(torch.empty_like(y), layout)
+                before = out._version
+                assert fusednorm.modulate(*operands, out=out) is out
+                assert torch.equal(out, wanted)
+                assert out._version == before + 1
