@@ -35,7 +35,8 @@ def forward(
     backend = backend_of(rows, plan.step_of(flags)) if plan.kernel else None
     if backend is None or plan.kernel is None:
         return as_new(declaration.formula(**operands, **flags), operands.values())
-    results = _new_results(plan, operands, flags, outputs, keep)
+    keep_all = keep or getattr(backend, "fast_path", None) != "cpu"  # kernels for GPUs and Triton's write all
+    results = _new_results(plan, operands, flags, outputs, keep_all)
     read, written = {**plan.read, **operands}, {**plan.results_of_calls, **results}
     fresh = plan.results_with_rows if not outputs else [name for name in plan.results_with_rows if name not in outputs]
     laid = _laid_beside_shared(plan, read, written, plan.operands_with_rows, fresh, (*outputs,))
