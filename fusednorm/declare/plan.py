@@ -126,7 +126,7 @@ class Plan:
         """The operation, or its gradient, with everything that a backend must know."""
         step = self._steps[backward]
         for flag, usual in self._asked:
-            if flags[flag] != usual:
+            if flags.get(flag, usual) != usual:  # a gradient has not all of them
                 return step.with_flags(*unusual(flags, dict(self._asked)))
         return step
 

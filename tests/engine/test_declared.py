@@ -153,3 +153,15 @@ def test_without_a_backend_the_formula_serves(monkeypatch):
     assert torch.equal(run.forward(plan, {"x": x, "ids": ids}, {})[0], declaration.formula(x, ids)[0])
     (found,) = run.backward(plan, {"d": d, "x": x, "ids": ids}, [True])
     assert torch.equal(found, declaration.gradient(d, x, ids, [True])[0])
+
+
+def test_a_gradient_without_a_flag_of_its_operation(made):
+    """A backend is asked about the flags that the gradient takes."""
+
+    def gradient(d, x, scale, needs):
+        return (d * scale,)
+
+    flags = {"scale": 1.0, "rounded": False}
+    plan = Plan(Declaration("scaled", (Operand("x"),), lambda **_: (), flags=flags, gradient=gradient))
+    run.backward(plan, {"d": torch.ones(2, 8), "x": torch.ones(2, 8), "scale": 0.5}, [True])
+    assert [step.also for (step,) in made[0]] == [("scaled_backward.scale",)]
