@@ -161,7 +161,7 @@ def test_a_gradient_without_a_flag_of_its_operation(made):
     def gradient(d, x, scale, needs):
         return (d * scale,)
 
-    flags = {"scale": 1.0, "rounded": False}
+    flags = {"rounded": False, "scale": 1.0}
     plan = Plan(Declaration("scaled", (Operand("x"),), lambda **_: (), flags=flags, gradient=gradient))
     run.backward(plan, {"d": torch.ones(2, 8), "x": torch.ones(2, 8), "scale": 0.5}, [True])
     assert [step.also for (step,) in made[0]] == [("scaled_backward.scale",)]
