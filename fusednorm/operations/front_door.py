@@ -63,8 +63,9 @@ class Operation(Operator):
 
     def open(self, entry: Entry, names: str = "") -> Callable[..., Any]:
         """The fast path of a public function, which has these arguments; None: those that the entry has names for."""
-        taken = (names or entry.names).split()
+        taken, operands_of, defaults = (names or entry.names).split(), self.plan.operands, self._defaults
         outputs, dtypes = [result for result, _ in self._returned], [flag for _, flag in self._of_dtypes]
+        alone, check, rounded = len(outputs) == 1, self.plan.check_flags, self.plan.rounded
 
         def record(*arguments: Any, **named: Any) -> Any:
             """The results for plain operands that C has read, where gradients are recorded; or None."""
@@ -75,14 +76,12 @@ class Operation(Operator):
                 if given.get(output) is not None:
                     return None
             self.fit(given)
-            operands = {operand: given[operand] for operand in self.plan.operands}
-            flags: Mapping[str, Any] = {flag: given.get(flag, default) for flag, default in self._defaults}
-            if [flag for flag in dtypes if flags[flag] is not None]:  # C has not looked at them yet
-                flags = self.plan.check_flags(operands, flags)
-            else:
-                flags = self.plan.rounded(operands, flags)
+            operands = {operand: given[operand] for operand in operands_of}
+            flags: Mapping[str, Any] = {flag: given.get(flag, default) for flag, default in defaults}
+            asked = [flag for flag in dtypes if flags[flag] is not None]  # C has not looked at them yet
+            flags = (check if asked else rounded)(operands, flags)
             found = cast(Any, self.recorded).record(*operands.values(), MappingProxyType(flags))
-            return found if not isinstance(found, tuple) else found[0] if len(outputs) == 1 else found[: len(outputs)]
+            return found if not isinstance(found, tuple) else found[0] if alone else found[: len(outputs)]
 
         return entry.open(recorded=record)
 
