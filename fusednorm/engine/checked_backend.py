@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor
 
-from fusednorm.calls.call import AnyCall, Backward, BackwardCall, Forward, ForwardCall
+from fusednorm.calls.call import AnyCall, Backward, BackwardCall, Call, Forward, ForwardCall
 
 if TYPE_CHECKING:
     from fusednorm.engine.backend import Backend
@@ -27,8 +27,13 @@ _UNWRITTEN = {
     torch.float64: (torch.int64, 0x7FF5A5A5A5A5A5A5),
 }
 
-#: The outputs of a backward pass, whose ``dy`` is an input.
-_OF_BACKWARD = ("dx", "dresidual", "dweight", "dbias")
+
+def _gradients_of(call: BackwardCall) -> Sequence[str]:
+    """The names of the outputs of a backward pass; ``dy`` is an input of that of a norm."""
+    if isinstance(call, Call):
+        return [name for name in call.tensors if name[:1] == "d" and name[1:] in call.tensors]
+    return ("dx", "dresidual", "dweight", "dbias") if isinstance(call, Backward) else ("dx", "dz", "dweight")
+
 
 #: So many elements are compared at once, because a comparison takes memory too.
 _AT_ONCE = 2**24
@@ -70,7 +75,7 @@ class FirstCalls:
         self._forward = self._backend.forward
 
     def _first_backward(self, call: BackwardCall) -> None:
-        self._run("backward", call, _OF_BACKWARD if isinstance(call, Backward) else ("dx", "dweight", "dy", "dz"))
+        self._run("backward", call, _gradients_of(call))
         self.backward = self._backend.backward
 
     def _run(self, function: str, call: AnyCall, outputs: Sequence[str], given: Sequence[Tensor] = ()) -> None:
@@ -85,6 +90,7 @@ class FirstCalls:
                 "the call has, and return None"
             )
         for name, (bits, unwritten) in filled.items():
+            bits = bits.flatten()  # now: of rows that lie apart it is a copy
             parts = (bits[i : i + _AT_ONCE] for i in range(0, bits.numel(), _AT_ONCE))
             missing = sum(int((part == unwritten).sum()) for part in parts)
             if missing:
@@ -102,9 +108,9 @@ def _may_be_filled(output: Tensor | None, given: Sequence[Tensor]) -> TypeGuard[
 
 
 def _filled(output: Tensor) -> tuple[Tensor, int]:
-    """Fills an output that no backend has written yet; returns its bits, [elements], and what each of them now is."""
+    """Fills an output that no backend has written yet; returns its bits, and the number that each of them now is."""
     integers, unwritten = _UNWRITTEN[output.dtype]
-    return output.view(integers).fill_(unwritten).flatten(), unwritten
+    return output.view(integers).fill_(unwritten), unwritten
 
 
 def described(found: object) -> str:

@@ -193,6 +193,19 @@ def test_elements_that_take_turns_for_a_backend_without_them(old):
     assert old == []
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_gradients_in_one_tensor_by_a_backend_of_others(old, interleaved):
+    """The halves, or every second element, are outputs that lie apart."""
+    backend, both = choose.load("old"), torch.randn(4, 32, requires_grad=True)
+    backend.KNOWS, backend.forward, backend.backward = cpu.KNOWS, cpu.forward, cpu.backward
+    found = []
+    for request in ("old", "reference"):
+        with fusednorm.use_backend(request):
+            y = fusednorm.silu_and_mul(both, interleaved=interleaved)
+            found += torch.autograd.grad(y, both, torch.ones_like(y))
+    assert torch.equal(*found)
+
+
 def test_a_backend_is_asked_about_the_whole_operation(old):
     """A quantizer that it refuses is torch's, after the norm that it takes."""
     backend, asked = choose.load("old"), []
