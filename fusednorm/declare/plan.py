@@ -101,6 +101,7 @@ class Plan:
         roles = {**declaration.roles, **{result.name: result.role for result in declaration.results}}
         #: The operands of which several rows take one, with their roles.
         self.shared = {one.name: one.role for one in declaration.operands if one.role in SHARED}
+        self.shares_samples = {*self.shared.values()} == {Role.SAMPLES}
         self.of_rows = tuple(name for name, role in roles.items() if role is Role.ROWS)
         self.operands_with_rows = tuple(name for name in self.operands if name in self.of_rows)
         self.results_with_rows = tuple(one.name for one in declaration.results if one.role is Role.ROWS)
@@ -348,8 +349,9 @@ def _are(flags: Flags, usual: tuple[tuple[str, Any], ...]) -> bool:
 
 
 def _fits_samples(shape: torch.Size, rows: torch.Size) -> bool:
-    kept = len(shape) - 1
-    return 0 <= kept < len(rows) and shape == (*rows[:kept], rows[-1])
+    if len(shape) == len(rows):
+        return shape == rows
+    return 0 < len(shape) < len(rows) and shape[-1] == rows[-1] and shape[:-1] == rows[: len(shape) - 1]
 
 
 _INTEGERS = (torch.int32, torch.int64)

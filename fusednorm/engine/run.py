@@ -135,9 +135,10 @@ def _laid_beside_shared(
     shape = x.shape
     if [read[name].shape for name in shared] == [shape] * len(shared):
         return laid_out(read, written, (*rows, *shared), fresh, given)
-    laid = _beside_samples(plan, read, written, x, shared, rows, fresh, given)
-    if laid is not None:
-        return laid
+    if plan.shares_samples:
+        laid = _beside_samples(read, written, x, shared, rows, fresh, given)
+        if laid is not None:
+            return laid
     expanded = dict(read)
     for name in shared:
         t, role = read[name], plan.shared[name]
@@ -151,7 +152,6 @@ def _laid_beside_shared(
 
 
 def _beside_samples(
-    plan: Plan,
     read: Mapping[str, Any],
     written: Operands,
     x: Tensor,
@@ -164,8 +164,6 @@ def _beside_samples(
 
     None in any other.
     """
-    if any(plan.shared[name] is not Role.SAMPLES for name in shared):
-        return None
     elements = {read[name].numel() for name in shared}
     if len(elements) > 1 or 0 in elements or (per_sample := x.numel() // elements.pop()) == 1:
         return None
