@@ -247,7 +247,10 @@ def silu_and_mul_checked(operands: Operands, between: torch.dtype | None, in_mem
     """The products of :func:`silu_and_mul`, of operands that have been checked; in float32 if ``between`` is that."""
     y, z = operands.y, operands.z
     flags = {**_flags_of_and_mul("silu", between, z, operands.steps), "out_dtype": between or z.dtype}
-    return gates.forward(y, z, flags) if in_memory else _run(gate, {"y": y, "z": z}, y, z, flags, None)
+    if not in_memory:
+        return _run(gate, {"y": y, "z": z}, y, z, flags, None)
+    found = gates.on_fast_path(y, z, **flags)
+    return gates.forward(y, z, flags) if found is None else found
 
 
 class Operands(NamedTuple):
