@@ -77,7 +77,9 @@ class Plan:
         self._checks = {flag: _check_of(flag, default) for flag, default in declaration.flags.items()}
         if declaration.transposed is not None:  # of any rows
             self._checks = {flag: _without_rows(check) for flag, check in self._checks.items()}
-        self._usual = None if _has_numbers(declaration) else tuple(declaration.defaults.items())
+        #: Whether there are flags that are rounded, or that have no default.
+        self.has_numbers = any(_is_number(value) or value is torch.dtype for value in declaration.flags.values())
+        self._usual = None if self.has_numbers else tuple(declaration.defaults.items())
         self._numbers = [flag for flag, default in declaration.flags.items() if _is_number(default)]
         self._results = tuple(
             Made(one.name, one.role is Role.ROWS, self._shape_of(one.role), self._dtype_of(one))
@@ -334,10 +336,6 @@ def _tensors(count: int) -> str:
 
 def _is_number(default: object) -> bool:
     return type(default) is float or default is float
-
-
-def _has_numbers(declaration: Declaration) -> bool:
-    return any(_is_number(default) or default is torch.dtype for default in declaration.flags.values())
 
 
 def _are(flags: Flags, usual: tuple[tuple[str, Any], ...]) -> bool:

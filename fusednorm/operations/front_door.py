@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
@@ -58,29 +58,39 @@ class Operation(Operator):
         PUBLIC[function] = self
         return function
 
-    def fit(self, arguments: dict[str, Any]) -> None:
-        """Puts operands of the declared shapes in the place of those that the public functions take as well."""
+    def fitted(self, operands: Sequence[Any]) -> Sequence[Any]:
+        """The operands in the declared shapes, where public functions take others as well."""
+        return operands
 
     def open(self, entry: Entry, names: str = "") -> Callable[..., Any]:
         """The fast path of a public function, which has these arguments; None: those that the entry has names for."""
-        taken, operands_of, defaults = (names or entry.names).split(), self.plan.operands, self._defaults
+        taken, operands_of, defaults = (names or entry.names).split(), self.plan.operands, dict(self._defaults)
         outputs, dtypes = [result for result, _ in self._returned], [flag for _, flag in self._of_dtypes]
-        alone, check, rounded = len(outputs) == 1, self.plan.check_flags, self.plan.rounded
+        count, alone = len(operands_of), len(outputs) == 1
+        # The usual arguments after the operands, if they are all in the usual places; and usual flags.
+        others = [defaults.get(name) for name in taken[count:]] if (*taken[:count],) == operands_of else None
+        usual, numbers = MappingProxyType(defaults), self.plan.has_numbers
+
+        def flags_of(given: Mapping[str, Any], operands: Sequence[Any]) -> Mapping[str, Any]:
+            flags: Mapping[str, Any] = {flag: given.get(flag, default) for flag, default in self._defaults}
+            asked = [flag for flag in dtypes if flags[flag] is not None]  # C has not looked at them yet
+            named = dict(zip(operands_of, operands, strict=True))
+            return MappingProxyType((self.plan.check_flags if asked else self.plan.rounded)(named, flags))
 
         def record(*arguments: Any, **named: Any) -> Any:
             """The results for plain operands that C has read, where gradients are recorded; or None."""
             if must_be_seen.transforms_active():
                 return None
-            given = named or dict(zip(taken, arguments, strict=False))
-            for output in outputs:
-                if given.get(output) is not None:
-                    return None
-            self.fit(given)
-            operands = {operand: given[operand] for operand in operands_of}
-            flags: Mapping[str, Any] = {flag: given.get(flag, default) for flag, default in defaults}
-            asked = [flag for flag in dtypes if flags[flag] is not None]  # C has not looked at them yet
-            flags = (check if asked else rounded)(operands, flags)
-            found = cast(Any, self.recorded).record(*operands.values(), MappingProxyType(flags))
+            if not (named or numbers or others is None) and _are(arguments[count:], others):
+                operands, flags = self.fitted(arguments[:count]), usual
+            else:
+                given = named or dict(zip(taken, arguments, strict=False))
+                for output in outputs:
+                    if given.get(output) is not None:
+                        return None
+                operands = self.fitted([given[operand] for operand in operands_of])
+                flags = flags_of(given, operands)
+            found = self.recorded.record(*operands, flags)  # type: ignore[attr-defined]
             return found if not isinstance(found, tuple) else found[0] if alone else found[: len(outputs)]
 
         return entry.open(recorded=record)
@@ -91,11 +101,11 @@ class Operation(Operator):
 
         ``arguments``: all operands, the flags that the function has, and the outputs that it takes.
         """
-        self.fit(arguments)
+        given_operands = self.fitted([arguments[operand] for operand in self.plan.operands])
+        operands = dict(zip(self.plan.operands, given_operands, strict=True))
         for result, flag in self._of_dtypes:
             if (out := arguments.get(result)) is not None:
                 arguments[flag] = dtype_of(out, arguments.get(flag), arguments[self.plan.rows], self.plan.rows)
-        operands = {operand: arguments[operand] for operand in self.plan.operands}
         given = {result: arguments.get(result) for result, _ in self._returned}
         tensors = (*operands.values(), *given.values())
         listener = must_be_seen.listener(*tensors)
@@ -155,6 +165,14 @@ class Operation(Operator):
         if apart:
             own = {name: (overwrites,) for name, overwrites in self._returned if overwrites}
             check_apart(called, operands, None if in_place else own)
+
+
+def _are(arguments: Sequence[Any], usual: Sequence[Any]) -> bool:
+    """Whether all arguments have their usual values; those at the end may be left out."""
+    for given, value in zip(arguments, usual, strict=False):  # noqa: SIM110  (all() takes twice as long)
+        if given is not value:
+            return False
+    return True
 
 
 def dtype_of(out: Tensor | None, out_dtype: torch.dtype | None, rows: Tensor, name: str) -> torch.dtype | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any, cast
 
@@ -136,10 +136,12 @@ class _Operation(Operation):
                 return found
         return super().__call__(name, **arguments)
 
-    def fit(self, arguments: dict[str, Any]) -> None:
+    def fitted(self, operands: Sequence[Any]) -> Sequence[Any]:
         """See :class:`Operation`; of a temperature that is a number."""
-        if "temperature" in arguments:
-            arguments["temperature"] = _of_rows(arguments["logits"], arguments["temperature"])
+        if len(operands) == 1:
+            return operands
+        logits, ids, temperature = operands
+        return logits, ids, _of_rows(logits, temperature)
 
     def of_parts(self, operands: Mapping[str, Any], flags: Mapping[str, Any]) -> tuple[Tensor, ...] | None:
         """By an exchange of sums."""

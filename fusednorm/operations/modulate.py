@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,13 +19,14 @@ _TAKEN = "y scale shift round_steps out_dtype"
 
 
 class _Modulate(Operation):
-    def fit(self, arguments: dict[str, Any]) -> None:
+    def fitted(self, operands: Sequence[Any]) -> Sequence[Any]:
         """See :class:`Operation`; of scale and shift also with dimensions of one element."""
-        y, scale, shift = arguments["y"], arguments["scale"], arguments["shift"]
-        if isinstance(y, Tensor) and isinstance(scale, Tensor) and isinstance(shift, Tensor):
-            if y.is_nested or scale.is_nested or shift.is_nested:
-                return  # the checks refuse it
-            arguments["scale"], arguments["shift"] = _of_samples(scale, y), _of_samples(shift, y)
+        y, scale, shift = operands
+        if not (isinstance(y, Tensor) and isinstance(scale, Tensor) and isinstance(shift, Tensor)):
+            return operands
+        if y.is_nested or scale.is_nested or shift.is_nested or y.shape == scale.shape == shift.shape:
+            return operands  # the checks refuse nested ones, which have no shape
+        return y, _of_samples(scale, y), _of_samples(shift, y)
 
 
 _MODULATE = _Modulate(
