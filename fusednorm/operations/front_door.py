@@ -71,11 +71,11 @@ class Operation(Operator):
         others = [defaults.get(name) for name in taken[count:]] if (*taken[:count],) == operands_of else None
         usual, numbers = MappingProxyType(defaults), self.plan.has_numbers
 
-        def flags_of(given: Mapping[str, Any], operands: Sequence[Any]) -> Mapping[str, Any]:
+        def flags_of(given: Mapping[str, Any], operands: Sequence[Any]) -> MappingProxyType[str, Any]:
             flags: Mapping[str, Any] = {flag: given.get(flag, default) for flag, default in self._defaults}
             asked = [flag for flag in dtypes if flags[flag] is not None]  # C has not looked at them yet
             named = dict(zip(operands_of, operands, strict=True))
-            return MappingProxyType((self.plan.check_flags if asked else self.plan.rounded)(named, flags))
+            return MappingProxyType({**(self.plan.check_flags if asked else self.plan.rounded)(named, flags)})
 
         def record(*arguments: Any, **named: Any) -> Any:
             """The results for plain operands that C has read, where gradients are recorded; or None."""
