@@ -14,7 +14,7 @@ import torch
 from fusednorm.calls import c_abi, process
 from fusednorm.calls import fast_path as path
 from fusednorm.calls.c_enums import FLAGS_OF, DeclaredOf
-from fusednorm.calls.call import Call, Rotate
+from fusednorm.calls.call import Call, Rotate, with_functions
 
 if TYPE_CHECKING:
     from fusednorm.calls.call import AnyCall, Operation
@@ -26,12 +26,7 @@ KNOWS |= {"gate_steps", "gate_interleaved", "softcap", "affine_backward", "gate_
 KNOWS |= {"center", "log_prob", "log_prob_backward", "log_prob_parts"}
 KNOWS |= {of.name.lower() for of in DeclaredOf if of > DeclaredOf.SUMS}  # those before are log-probabilities
 KNOWS |= {f"{of.name.lower()}.{flag}" for of, flags in FLAGS_OF.items() for flag in flags}
-
-KNOWS |= {
-    f"{step}.{function}"
-    for step in ("gate", "gate_backward", "norm_gated", "norm_gated_backward")
-    for function in ("sigmoid", "gelu_tanh", "gelu", "relu2")
-}
+KNOWS |= with_functions("gate", "gate_backward", "norm_gated", "norm_gated_backward")
 
 #: The type of device whose tensors the fast path takes to this backend; None if there is no fast path.
 fast_path: str | None = None

@@ -30,6 +30,7 @@ from fusednorm.calls.call import (
     Rotate,
     Strides,
     accumulator,
+    with_functions,
 )
 from fusednorm.calls.quantization import Quantization
 from fusednorm.reference import norm as reference
@@ -38,11 +39,7 @@ _MOST_ALIGNED = Limit.MOST_ALIGNED.value
 BLOCKS_IN_LANE = Limit.BLOCKS_IN_LANE.value
 
 #: The names by which these kernels know the functions of gates beside silu.
-FUNCTIONS_OF_GATES = frozenset(
-    f"{step}.{function}"
-    for step in ("gate", "gate_backward", "norm_gated")
-    for function in ("sigmoid", "gelu_tanh", "gelu", "relu2")
-)
+FUNCTIONS_OF_GATES = with_functions("gate", "gate_backward", "norm_gated")
 
 #: Plans of kernels for GPUs say it until our tests have run on one.
 UNTRIED = "our tests have not run on a GPU yet"

@@ -36,7 +36,7 @@ enum fn_quantizer_flag {
     FN_SCALE_UP_TO_POWER_OF_TWO = 256
 };
 
-/* The function of a gate. SOFTCAP: of z alone; the limit is its cap. */
+/* The function of a gate; those up to GELU_TANH take a sigmoid. SOFTCAP: of z alone; the limit is its cap. */
 enum fn_activation {
     FN_SILU = 0, FN_SIGMOID = 1, FN_GELU_TANH = 2, FN_GELU = 3, FN_RELU2 = 4, FN_SOFTCAP = 5
 };
@@ -77,5 +77,8 @@ enum fn_share {
 enum fn_limit {
     FN_BLOCKS_IN_LANE = 8, FN_MOST_ALIGNED = 32
 };
+
+/* The names of enum fn_activation, in its order. */
+#define FN_ACTIVATION_NAMES "silu", "sigmoid", "gelu_tanh", "gelu", "relu2", "softcap"
 
 #endif

@@ -17,7 +17,7 @@ FN_INLINE double f64_of_bits(uint64_t bits) {
 /* Gates of float64 take fewer elements together, `steps_double`: threads may have stacks of 64 KiB. */
 
 /* z * sigmoid(alpha * z), beside the functions that Python knows. */
-enum { SWISH = FN_SOFTCAP + 1 };
+enum { SWISH = -1 };
 
 /* The limit of a gate as numbers of a kind have it; in A where that is NONE. */
 static double limit_of(const struct fn_gate *g, int64_t kind) {
@@ -64,7 +64,7 @@ static const float tangent_float[] = {
 static void activate_any_float(int activation, float alpha, const float *z, int n, float *f, float *slope) {
     int done = 0;
     if (activation == SWISH) done = activate_usual_swish(alpha, z, n, f, slope);
-    else if (activation != FN_GELU && activation != FN_RELU2) done = activate_usual(activation, z, n, f, slope);
+    else if (activation <= FN_GELU_TANH) done = activate_usual(activation, z, n, f, slope);
     if (!done) activate_float(activation, alpha, z, n, f, slope);
 }
 

@@ -14,9 +14,8 @@ enum { Z, ACTIVATION, ORDER, NORM_FIRST, BETWEEN, GROUP, OUT, LIMIT, ALPHA, UP_O
 _Static_assert((int)OUT == (int)FN_GATE_OUT_ARGUMENT, "fast_path_forward.c looks at the output");
 
 static int activation_of(PyObject *name) {
-    static const char *const names[] = {[FN_SILU] = "silu", [FN_SIGMOID] = "sigmoid", [FN_GELU_TANH] = "gelu_tanh",
-                                        [FN_GELU] = "gelu", [FN_RELU2] = "relu2", [FN_SOFTCAP] = "softcap"};
-    for (int i = 0; i <= FN_SOFTCAP; i++)
+    static const char *const names[] = {FN_ACTIVATION_NAMES};
+    for (int i = 0; i < (int)(sizeof names / sizeof *names); i++)
         if (PyUnicode_Check(name) && PyUnicode_CompareWithASCIIString(name, names[i]) == 0) return i;
     return -1;
 }

@@ -72,7 +72,7 @@ class QuantizerFlag(IntEnum):
 
 
 class Activation(IntEnum):
-    """The function of a gate. SOFTCAP: of z alone; the limit is its cap."""
+    """The function of a gate; those up to GELU_TANH take a sigmoid. SOFTCAP: of z alone; the limit is its cap."""
 
     SILU = 0
     SIGMOID = 1
@@ -168,6 +168,8 @@ def header() -> str:
         lines += textwrap.wrap(f"/* {about} */", 120, subsequent_indent=" * ")
         rows = textwrap.wrap(members, 100)
         lines += [f"enum fn_{name} {{", *(f"    {row}".replace("=", " = ") for row in rows), "};", ""]
+    names = ", ".join(f'"{one.name.lower()}"' for one in Activation)
+    lines += ["/* The names of enum fn_activation, in its order. */", f"#define FN_ACTIVATION_NAMES {names}", ""]
     return "\n".join([*lines, "#endif", ""])
 
 

@@ -28,6 +28,11 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 ACTIVATIONS = tuple(one.name.lower() for one in Activation if one is not Activation.SOFTCAP)
 
 
+def with_functions(*steps: str) -> frozenset[str]:
+    """The words of ``KNOWS`` for steps of gates with each function; silu takes none."""
+    return frozenset(f"{step}.{function}" for step in steps for function in ACTIVATIONS[1:])
+
+
 def accumulator(x_dtype: torch.dtype) -> torch.dtype:
     """The type ``A`` of the specification: float64 for a float64 ``x``, float32 otherwise."""
     return torch.float64 if x_dtype == torch.float64 else torch.float32

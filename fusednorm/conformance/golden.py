@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 import fusednorm
+from fusednorm.calls.call import ACTIVATIONS
 from fusednorm.conformance import oracle_quantized
 from fusednorm.conformance.cases import (
     BF16,
@@ -412,7 +413,7 @@ def _quantizing_cases():
 
 def _gate_cases():
     """Function, dtypes of both operands, factor of the gate, and flags."""
-    for activation in ("silu", "sigmoid", "gelu_tanh", "gelu", "relu2"):
+    for activation in ACTIVATIONS:
         for (y, z), factor in zip(((BF16, BF16), (F16, F32), (F32, BF16), (F64, F64)), (2, 20, 60, 400), strict=True):
             yield "gate", y, z, factor, {"activation": activation}
     for function in ("silu_and_mul", "gelu_tanh_and_mul", "gelu_and_mul"):

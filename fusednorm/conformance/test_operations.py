@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fusednorm
+from fusednorm.calls.call import ACTIVATIONS
 from fusednorm.conformance.cases import (
     BF16,
     DATA,
@@ -42,7 +43,6 @@ DECLARED = {
     if getattr(fusednorm, name, None) is one.function and (declared := PUBLIC.get(one.function))
 }
 
-ACTIVATIONS = ("silu", "sigmoid", "gelu_tanh", "gelu", "relu2")
 NORM = {"round_norm": (True, False), "weight_offset": (0.0, 1.0)}
 SUM = {"round_sum": (True, False)}
 BETWEEN = {"between": (None, F32)}
