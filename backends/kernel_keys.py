@@ -30,6 +30,7 @@ from fusednorm.calls.call import (
     Rotate,
     Strides,
     accumulator,
+    gate_steps,
     with_functions,
 )
 from fusednorm.calls.quantization import Quantization
@@ -313,7 +314,7 @@ class GateKind(NamedTuple):
             alignment=_alignment(rows, ()),
             two_levels=not one_level,
             packed=one_level and side_by_side,
-            steps=GateSteps(*[flags[name] for name in GateSteps._fields]),
+            steps=gate_steps(flags),
             interleaved=in_turns,
         )
 

@@ -24,6 +24,7 @@ from fusednorm.calls.call import (
     Rotate,
     Strides,
     device_of,
+    gate_steps,
 )
 from fusednorm.calls.scalars import in_float32
 
@@ -213,7 +214,7 @@ def pack_gate(call: Call, threads: int = 1) -> bytes:
         for name in (_OF_GATE_BACKWARD if call.backward else _OF_GATE)
     ]
     wide = any(t is not None and t.dtype == torch.float64 for t in (tensors.get("y"), tensors["z"]))
-    numbers = steps_in_c(GateSteps(*[flags[name] for name in GateSteps._fields]), flags["interleaved"])
+    numbers = steps_in_c(gate_steps(flags), flags["interleaved"])
     return _GATE.pack(
         *(call.backward, _ACTIVATIONS[flags["activation"]], KINDS[flags["between"]], wide),
         *(threads, call.rows, call.inner, call.hidden_size, *numbers),

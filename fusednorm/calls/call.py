@@ -514,6 +514,11 @@ class GateSteps(NamedTuple):
     round_steps: bool = False
 
 
+def gate_steps(flags: Mapping[str, Any]) -> GateSteps:
+    """The optional steps among the flags of a gate."""
+    return GateSteps(*[flags[name] for name in GateSteps._fields])
+
+
 @functools.lru_cache(maxsize=128)
 def step_of_gate(name: str, activation: str, steps: GateSteps | None = None, interleaved: bool = False) -> Step:
     """A step of this name, of gates, with all that decides whether a backend has it."""

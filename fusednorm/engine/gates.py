@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fusednorm.calls import fast_path as path
 from fusednorm.calls.c_abi import KINDS, steps_in_c
-from fusednorm.calls.call import Call, GateSteps, step_of_gate
+from fusednorm.calls.call import Call, GateSteps, gate_steps, step_of_gate
 from fusednorm.calls.checks import check_kept
 from fusednorm.calls.memory import new_like
 from fusednorm.engine import fast_path
@@ -64,13 +64,9 @@ def on_fast_path(
 _NO_STEPS = GateSteps()
 
 
-def _steps(flags: Mapping[str, Any]) -> GateSteps:
-    return GateSteps(*[flags[name] for name in GateSteps._fields])
-
-
 def backend_for(z: Tensor, step: str, flags: Mapping[str, Any], interleaved: bool = False) -> Chosen | None:
     """The backend for such rows, if it has such gates, or their gradients; None: the formula serves them."""
-    return backend_of(z, step_of_gate(step, flags["activation"], _steps(flags), interleaved))
+    return backend_of(z, step_of_gate(step, flags["activation"], gate_steps(flags), interleaved))
 
 
 def _in_turns(y: Tensor | None, z: Tensor) -> Tensor | None:
@@ -100,9 +96,8 @@ def forward(y: Tensor | None, z: Tensor, flags: Mapping[str, Any], out: Tensor |
         return found if out is None else out.copy_(found)
     read = {"y": y, "z": z} if both is None else {"both": both}
     result = new_like(z, flags["out_dtype"]) if out is None else out
-    rows_read = [name for name, tensor in read.items() if tensor is not None]
     fresh, given = (("out",), ()) if out is None else ((), ("out",))
-    laid = laid_out(read, {"out": result}, rows_read, fresh, given)
+    laid = laid_out(read, {"out": result}, [*read], fresh, given)
     if laid is None:  # a kernel cannot write such rows
         return result.copy_(forward(y, z, flags))
     tensors, strides = laid.tensors, laid.strides
@@ -157,15 +152,14 @@ def backward(
                 output.copy_(gradient)
         return found
     if not interleaved and fast_path.gate_backward(
-        backend, d, y, z, dy, dz, flags["activation"], KINDS[flags["between"]], *steps_in_c(_steps(flags))
+        backend, d, y, z, dy, dz, flags["activation"], KINDS[flags["between"]], *steps_in_c(gate_steps(flags))
     ):
         return found
     check_kept((d,), operands)
     read: dict[str, Any] = {"d": d, "y": y, "z": z, "dy": dy, "dz": dz}
     if interleaved:
         read = {"d": d, "both": operands[0], "dboth": found[0]}
-    rows_read = [name for name, tensor in read.items() if tensor is not None]
-    laid = cast(Any, laid_out(read, {}, rows_read))  # gradients are new, so that they are not copied
+    laid = cast(Any, laid_out(read, {}, [*read]))  # gradients are new, so that they are not copied
     if interleaved:
         _apart(laid.tensors, laid.strides, "both", "y", "z")
         _apart(laid.tensors, laid.strides, "dboth", "dy", "dz")

@@ -23,9 +23,9 @@ class _Function(Operation):
     """A function of gates as an operation, and its calls on the fast path."""
 
     steps = "gate"
-    #: The arguments of the public function but its operand, and as the fast path knows them.
-    read_by_c = "x out out_dtype"
+    #: The arguments of the public function, and the names by which C knows them.
     names = "z out out_dtype"
+    read_by_c = "x out out_dtype"
 
     def __init__(self, activation: str, gradient: Callable[..., Any], **declared: Any) -> None:
         self.activation, (operand, *_) = activation, self.names.split()

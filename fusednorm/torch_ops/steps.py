@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusednorm.calls import must_be_seen
 from fusednorm.calls.arithmetic import exact
-from fusednorm.calls.call import GateSteps
+from fusednorm.calls.call import GateSteps, gate_steps
 from fusednorm.calls.checks import check_activation, check_dtype, check_gate_steps, check_operands
 from fusednorm.calls.rotation_checks import check_heads, check_tables
 from fusednorm.declare.declaration import Declaration, Operand, Result, Role
@@ -55,7 +55,7 @@ def _run_gate_backward(given: Mapping[str, Any], needs: Sequence[bool]) -> tuple
 def _check_gate(y: Tensor, z: Tensor, activation: str, between: torch.dtype | None, **flags: Any) -> Mapping[str, Any]:
     check_activation(activation)
     wide = torch.float64 if torch.float64 in (y.dtype, z.dtype) else torch.float32
-    numbers = check_gate_steps(GateSteps(*[flags[step] for step in GateSteps._fields]), activation, wide)
+    numbers = check_gate_steps(gate_steps(flags), activation, wide)
     if between is not None and (between not in (torch.float16, torch.bfloat16) or wide is torch.float64):
         raise TypeError(
             "between must be None, torch.float16 or torch.bfloat16, and None where an operand is float64, got "
