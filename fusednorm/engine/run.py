@@ -110,8 +110,18 @@ def backward(plan: Plan, given: Mapping[str, Any], needs: Sequence[bool]) -> tup
         if t is not None and role is not Role.TABLE:  # of heads, each of which has a weight, rows lie apart
             of_heads = role is Role.WEIGHT and t.dim() > 1
             sums[f"d{name}"] = (x.numel() // t.numel(), t.shape[0] if of_heads else 1)
-    numbers, size = (x.numel() // x.shape[-1], laid.inner), x.shape[-1]
-    call = Call(plan.kernel.name, True, laid.tensors, laid.strides, plan.of_calls(flags), size, *numbers, (0, 0), sums)
+    size = x.shape[-1]
+    call = Call(
+        name=plan.kernel.name,
+        backward=True,
+        tensors=laid.tensors,
+        strides=laid.strides,
+        flags=plan.of_calls(flags),
+        hidden_size=size,
+        rows=x.numel() // size,
+        inner=laid.inner,
+        sums=sums,
+    )
     launch(backend, call)
     return found
 
@@ -253,8 +263,18 @@ def make(
     x = cast(Tensor, next(iter(read.values())))
     rows = [of for of, tensor in read.items() if tensor is not None and of in of_rows]
     laid = cast(Any, laid_out(read, written, rows, [of for of in written if of in of_rows]))
-    sizes = x.shape[-1], x.shape[:-1].numel(), laid.inner
-    launch(backend, Call(name, backward, laid.tensors, laid.strides, flags, *sizes, part))
+    call = Call(
+        name=name,
+        backward=backward,
+        tensors=laid.tensors,
+        strides=laid.strides,
+        flags=flags,
+        hidden_size=x.shape[-1],
+        rows=x.shape[:-1].numel(),
+        inner=laid.inner,
+        part=part,
+    )
+    launch(backend, call)
 
 
 def gradient(

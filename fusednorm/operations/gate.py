@@ -61,10 +61,17 @@ def _record_and_mul(
         return None
     steps: dict[str, Any] = {}
     if limit is not None or alpha != 1.0 or up_offset != 0.0 or round_steps or clamp != "before":
-        numbers = check_gate_numbers(limit, alpha, up_offset, clamp, accumulator(gate.dtype))
-        steps = {**numbers, "clamp": clamp, "round_steps": round_steps}
+        steps = _checked_steps(gate, limit, alpha, up_offset, clamp, round_steps)
     flags = {**_flags_of_and_mul(activation, between, gate, steps), "out_dtype": gate.dtype}
     return Gated.apply(flags, interleaved, *((gate,) if up is None else (up, gate)))  # type: ignore[no-untyped-call]
+
+
+def _checked_steps(
+    gate: Tensor, limit: float | None, alpha: float, up_offset: float, clamp: str, round_steps: bool
+) -> dict[str, Any]:
+    """The optional steps by name, whose numbers are checked and rounded."""
+    numbers = check_gate_numbers(limit, alpha, up_offset, clamp, accumulator(gate.dtype))
+    return {**numbers, "clamp": clamp, "round_steps": round_steps}
 
 
 def _flags_of_and_mul(
@@ -283,8 +290,7 @@ def checked_operands(
     if not isinstance(gate, Tensor):
         refuse_type("gate", gate)
     check_between(between, gate, "gate")
-    numbers = check_gate_numbers(limit, alpha, up_offset, clamp, accumulator(gate.dtype))
-    steps = {**numbers, "clamp": clamp, "round_steps": round_steps}
+    steps = _checked_steps(gate, limit, alpha, up_offset, clamp, round_steps)
     check_flag("interleaved", interleaved)
     check_flag("round_steps", round_steps)
     if round_steps and between is not None:
