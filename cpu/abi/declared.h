@@ -36,6 +36,9 @@ enum {
     FN_MODULATE_DSCALE, FN_MODULATE_DSHIFT, FN_MODULATE_OPERANDS
 };
 
+/* Of linear: the weight has `columns` rows. */
+enum { FN_LINEAR_X, FN_LINEAR_WEIGHT, FN_LINEAR_BIAS, FN_LINEAR_OUT };
+
 /* The flags of each. */
 enum { FN_LOG_PROB_SOFTCAP, FN_LOG_PROB_IGNORE_INDEX };
 enum { FN_MODULATE_ROUND_STEPS };
@@ -61,6 +64,7 @@ struct fn_declared {
      */
     int64_t sums;
     int64_t given; /* a bit for each flag that is not None */
+    int64_t columns; /* of products: the elements of a row of the result; else 0 */
     union fn_value flag[FN_DECLARED_FLAGS]; /* in their declared order; 0 for None */
     struct fn_operand operand[FN_DECLARED_OPERANDS];
 };
@@ -158,5 +162,34 @@ struct fn_sums {
 
 /* Adds them up in the order of docs/spec.md, section 5, and rounds them. `room`: that of a row, and then 1 + FN_LEVELS times their bytes. */
 typedef void fn_declared_sums(const struct fn_declared *job, const struct fn_sums *sums, char *room);
+
+/*
+ * Products: a block has at most so many rows and columns, of which FN_PRODUCT_DEPTH elements at a time stay in the first cache. Of
+ * one row, or of two that stay there together with a column, one column is taken after the other.
+ */
+enum { FN_PRODUCT_ROWS = 64, FN_PRODUCT_COLUMNS = 48, FN_PRODUCT_DEPTH = 640, FN_FEW_ROWS = 2, FN_SHORT_ROW = 2048 };
+static inline int64_t fn_product_padded(const struct fn_declared *job) { return (job->hidden + 15) / 16 * 16; } /* to whole sums */
+static inline int64_t fn_product_depth(const struct fn_declared *job) { /* in parts of equal length */
+    const int64_t sums = fn_product_padded(job) / 16, parts = (16 * sums + FN_PRODUCT_DEPTH - 1) / FN_PRODUCT_DEPTH;
+    return 16 * ((sums + parts - 1) / parts);
+}
+/* The columns of a block, whose widened elements stay in the second cache: a multiple of each tile's. */
+static inline int64_t fn_product_columns(const struct fn_declared *job) {
+    const int64_t sixes = 8 * 1024 / fn_product_padded(job);
+    return sixes >= FN_PRODUCT_COLUMNS / 6 ? FN_PRODUCT_COLUMNS : sixes > 0 ? 6 * sixes : 6;
+}
+
+/* Blocks [begin, end): those of the same rows one after the other. `room` has fn_product_bytes. */
+typedef void fn_declared_products(const struct fn_declared *job, int64_t begin, int64_t end, char *room);
+static inline int64_t fn_product_blocks(const struct fn_declared *job) {
+    const int64_t columns = fn_product_columns(job);
+    return (job->columns + columns - 1) / columns * ((job->rows + FN_PRODUCT_ROWS - 1) / FN_PRODUCT_ROWS);
+}
+/* Rows and columns as float, and 16 sums of each product; of few rows these alone. */
+static inline int64_t fn_product_bytes(const struct fn_declared *job) {
+    const int64_t rows = job->rows < FN_PRODUCT_ROWS ? (job->rows + 3) / 4 * 4 : FN_PRODUCT_ROWS;
+    if (job->wide) return 2 * FN_PRODUCT_DEPTH * (int64_t)sizeof(double);
+    return ((rows + fn_product_columns(job)) * fn_product_padded(job) + 16 * rows * FN_PRODUCT_COLUMNS) * (int64_t)sizeof(float);
+}
 
 #endif

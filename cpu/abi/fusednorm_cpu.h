@@ -191,7 +191,8 @@ typedef void fn_quantize_row(const struct fn_quantizer *q, int kind, const char 
 #define FN_KERNELS(fn) fn(forward_rows) FN_KERNELS_BESIDE(fn)
 #define FN_KERNELS_BESIDE(fn)                                                                  \
     fn(two_norms_rows) fn(backward_begin) fn(backward_rows) fn(backward_flush) fn(backward_end) \
-    fn(normalise_again) fn(quantize_row) fn(gate_run) fn(rotate_row) fn(declared_row) fn(declared_sums)
+    fn(normalise_again) fn(quantize_row) fn(gate_run) fn(rotate_row) fn(declared_row) fn(declared_sums) \
+    fn(declared_products)
 #define FN_MEMBER(name) fn_##name *name;
 struct fn_kernels {
     FN_KERNELS(FN_MEMBER)
@@ -202,7 +203,7 @@ extern const struct fn_kernels fn_kernels_neon, fn_kernels_neon_bf16, fn_kernels
 const struct fn_kernels *fn_kernels_for(int kind); /* those in use for an x or a dy of this kind */
 
 /* cpu_features.c */
-int fn_has_avx2(void); /* with F16C, and an operating system that saves the registers */
+int fn_has_avx2(void); /* with F16C and FMA, and an operating system that saves the registers */
 int fn_has_avx512(void); /* F, BW, DQ and VL, and an operating system that saves the registers */
 int fn_has_avx512_fp16(void); /* AVX-512 with VBMI2 and FP16 */
 int fn_has_zen4(void); /* or Zen 5: with AVX-512, and without FP16 */

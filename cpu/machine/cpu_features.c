@@ -41,11 +41,11 @@ static unsigned saved_registers(void) {
 }
 
 int fn_has_avx2(void) {
-    const unsigned avx_f16c = 1u << 28 | 1u << 29, avx2 = 1u << 5, ymm_state = 0x6;
+    const unsigned avx_f16c_fma = 1u << 28 | 1u << 29 | 1u << 12, avx2 = 1u << 5, ymm_state = 0x6;
     unsigned leaf1[4], leaf7[4];
     cpuid(1, leaf1);
     cpuid(7, leaf7);
-    return (leaf1[ECX] & avx_f16c) == avx_f16c && (leaf7[EBX] & avx2) && (saved_registers() & ymm_state) == ymm_state;
+    return (leaf1[ECX] & avx_f16c_fma) == avx_f16c_fma && (leaf7[EBX] & avx2) && (saved_registers() & ymm_state) == ymm_state;
 }
 
 int fn_has_avx512(void) {

@@ -115,9 +115,25 @@ static int run_sums(const struct fn_declared *job) {
     return failed;
 }
 
+/* Blocks of products. */
+struct blocks {
+    const struct fn_declared *job;
+    fn_declared_products *products;
+};
+static void run_blocks(const void *argument, int64_t begin, int64_t end, char *room) {
+    const struct blocks *blocks = argument;
+    blocks->products(blocks->job, begin, end, room);
+}
+static int run_products(const struct fn_declared *job) {
+    const struct blocks blocks = {job, fn_kernels_for(FN_F32)->declared_products};
+    const int64_t elements = job->columns * job->hidden * ((job->rows + 3) / 4);
+    return fn_divide(run_blocks, &blocks, fn_product_blocks(job), elements, job->threads, (size_t)fn_product_bytes(job));
+}
+
 int fn_run_declared(const void *packed) {
     const struct fn_declared *job = packed;
     if (job->sums) return run_sums(job);
+    if (job->operation == FN_LINEAR) return run_products(job);
     const int64_t bytes = job->rows * job->hidden * fn_element_size(job->operand[0].kind);
     const size_t room_bytes = FN_DECLARED_ROOM * (job->wide ? sizeof(double) : sizeof(float)), all = (size_t)fn_room_of_row(job);
     struct work work = {.job = job, .row = fn_kernels_for(FN_F32)->declared_row, .fetches = bytes >= fn_tuning()->fetched,

@@ -1,4 +1,4 @@
-/* The kernels for AVX2 with F16C (Haswell, Zen, and later). */
+/* The kernels for AVX2 with F16C and FMA (Haswell, Zen, and later). */
 #include "machine/target.h"
 
 #if defined(FN_X86_64)
@@ -6,7 +6,7 @@
 #include <stdint.h>
 #include <string.h>
 
-FN_TARGET("avx2,f16c")
+FN_TARGET("avx2,f16c,fma")
 
 #define ISA avx2
 #define LANES 8
@@ -17,6 +17,7 @@ typedef __m256i H2;
 FN_INLINE V v_set1(float value) { return _mm256_set1_ps(value); }
 FN_INLINE V v_add(V x, V y) { return _mm256_add_ps(x, y); }
 FN_INLINE V v_mul(V x, V y) { return _mm256_mul_ps(x, y); }
+FN_INLINE V v_fma(V x, V y, V z) { return _mm256_fmadd_ps(x, y, z); }
 FN_INLINE V v_no_more(V most, V x) { return _mm256_min_ps(most, x); }
 FN_INLINE V v_no_less(V least, V x) { return _mm256_max_ps(least, x); }
 FN_INLINE V v_where_within(V least, V most, V x, V value) {

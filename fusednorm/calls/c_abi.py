@@ -306,7 +306,7 @@ def _declared(flags: str, operands: int) -> Callable[..., bytes]:
     """Packs so many operands, and flags each of which is a double or a whole number, as ``d`` and ``q`` say."""
     flags_left, operands_left = _FLAGS_OF_DECLARED - len(flags), _OPERANDS_OF_DECLARED - operands
     assert min(flags_left, operands_left) >= 0, "struct fn_declared has no room for so many operands or flags"
-    return struct.Struct(f"=11q{flags}{8 * flags_left}x{4 * operands}q{32 * operands_left}x").pack
+    return struct.Struct(f"=12q{flags}{8 * flags_left}x{4 * operands}q{32 * operands_left}x").pack
 
 
 def pack_declared(call: Call, threads: int = 1) -> bytes:
@@ -317,6 +317,7 @@ def pack_declared(call: Call, threads: int = 1) -> bytes:
         number = _DECLARED_OF.get(f"{name}_backward", number)
     operands: list[int] = []
     of_sums, given, types = 0, 0, ""
+    columns = call.out.shape[-1] if name == "linear" else 0
     for place, (operand, tensor) in enumerate(tensors.items()):
         if tensor is None:
             operands += _ABSENT
@@ -327,14 +328,14 @@ def pack_declared(call: Call, threads: int = 1) -> bytes:
             lies = sums[operand]
             of_sums |= 1 << place
         else:
-            each = tensor.numel() // rows
+            each = tensor.shape[-1] if columns else tensor.numel() // rows
             lies = inner * each, each
         operands += (KINDS[tensor.dtype], tensor.data_ptr(), *lies)
     for place, flag in enumerate(flags.values()):
         given |= (flag is not None) << place
         types += "d" if type(flag) is float else "q"
     return _declared(types, len(tensors))(
-        *(backward, number, call.x.dtype == torch.float64, threads, rows, inner, hidden_size, *part, of_sums, given),
+        *(backward, number, call.x.dtype == torch.float64, threads, rows, inner, hidden_size, *part, of_sums, given, columns),
         *[flag or 0 for flag in flags.values()],
         *operands,
     )

@@ -114,6 +114,7 @@ class DeclaredOf(IntEnum):
     SUMS = 5
     MODULATE = 6
     MODULATE_BACKWARD = 7
+    LINEAR = 8
 
 
 #: The flags that these kernels know, but those of log-probabilities.

@@ -13,6 +13,7 @@ typedef uint16x8_t H2;
 FN_INLINE V v_set1(float value) { return vdupq_n_f32(value); }
 FN_INLINE V v_add(V x, V y) { return vaddq_f32(x, y); }
 FN_INLINE V v_mul(V x, V y) { return vmulq_f32(x, y); }
+FN_INLINE V v_fma(V x, V y, V z) { return vfmaq_f32(z, x, y); }
 FN_INLINE V v_no_more(V most, V x) { return vminq_f32(most, x); }
 FN_INLINE V v_no_less(V least, V x) { return vmaxq_f32(least, x); }
 FN_INLINE V v_where_within(V least, V most, V x, V value) {

@@ -25,6 +25,16 @@ FN_INLINE int64_t u_index(int64_t i) {
 FN_INLINE U u_set1(float value) { return svdup_n_f32(value); }
 FN_INLINE U u_add(U x, U y) { return svadd_f32_x(all(), x, y); }
 FN_INLINE U u_mul(U x, U y) { return svmul_f32_x(all(), x, y); }
+
+/* See product_body.h: at most 16 lanes. */
+#define P_LANES (UNIT < 16 ? UNIT : 16)
+#define UNIT_IS_KNOWN_LATER 1
+#define MANY_REGISTERS 1
+typedef svfloat32_t P;
+FN_INLINE P p_zero(void) { return u_set1(0); }
+FN_INLINE P p_add(P x, P y) { return u_add(x, y); }
+FN_INLINE P p_mul(P x, P w) { return u_mul(x, w); }
+FN_INLINE P p_fma(P x, P w, P s) { return svmla_f32_x(all(), s, x, w); }
 FN_INLINE U u_no_more(float most, U x) { return svmin_n_f32_x(all(), x, most); }
 FN_INLINE U u_no_less(float least, U x) { return svmax_n_f32_x(all(), x, least); }
 FN_INLINE U u_where_within(float least, float most, U x, U value) {
@@ -74,3 +84,6 @@ FN_INLINE float u_halve(int by_parity, U u) {
     for (int n = UNIT / 2; n > 0; n /= 2) u = u_add(u, svcompact_f32(svnot_b_z(all(), svwhilelt_b32_s32(0, n)), u));
     return svlasta_f32(svpfalse_b(), u);
 }
+
+FN_INLINE P p_load(int kind, const char *p) { return u_load(kind, p, 0, P_LANES); }
+FN_INLINE void p_store(float *p, P x) { u_store(F32, p, 0, P_LANES, x); }

@@ -15,6 +15,8 @@ typedef __m512i H2;
 FN_INLINE V v_set1(float value) { return _mm512_set1_ps(value); }
 FN_INLINE V v_add(V x, V y) { return _mm512_add_ps(x, y); }
 FN_INLINE V v_mul(V x, V y) { return _mm512_mul_ps(x, y); }
+FN_INLINE V v_fma(V x, V y, V z) { return _mm512_fmadd_ps(x, y, z); }
+#define MANY_REGISTERS 1
 FN_INLINE V v_no_more(V most, V x) { return _mm512_min_ps(most, x); }
 FN_INLINE V v_no_less(V least, V x) { return _mm512_max_ps(least, x); }
 FN_INLINE V v_where_within(V least, V most, V x, V value) {
