@@ -143,8 +143,21 @@ def forward(call: AnyCall) -> None:
     """
     of_gates = isinstance(call, Call) and call.name == "gate"
     function = getattr(_lib, "fn_run_gate" if of_gates else _FUNCTIONS.get(type(call), "fn_run"))
-    if function(c_abi.PACKED[type(call)](call, torch.get_num_threads())):
-        raise MemoryError(f"fusednorm found no memory for rows of {call.hidden_size} elements")
+    of_products = isinstance(call, Call) and call.name == "linear"
+    for part in _parts_of_products(call) if of_products else (call,):
+        if function(c_abi.PACKED[type(part)](part, torch.get_num_threads())):
+            raise MemoryError(f"fusednorm found no memory for rows of {call.hidden_size} elements")
+
+
+def _parts_of_products(call: Call) -> Iterator[Call]:
+    """The same products in calls of columns that take a thread about half a second: an interrupt is seen between them."""
+    x, weight, bias, out = (call.tensors[name] for name in ("x", "weight", "bias", "out"))
+    assert weight is not None and out is not None
+    columns = max(96, int(_lib.FN_PRODUCT_OF_A_CALL / (call.rows * call.hidden_size)))
+    for first in range(0, weight.shape[0], columns):
+        of = slice(first, first + columns)
+        tensors = {"x": x, "weight": weight[of], "bias": None if bias is None else bias[of], "out": out[..., of]}
+        yield call._replace(tensors=tensors)
 
 
 backward = forward

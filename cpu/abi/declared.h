@@ -179,6 +179,11 @@ static inline int64_t fn_product_columns(const struct fn_declared *job) {
     return sixes >= FN_PRODUCT_COLUMNS / 6 ? FN_PRODUCT_COLUMNS : sixes > 0 ? 6 * sixes : 6;
 }
 
+/* The elements that products read, of which each is multiplied by up to four: what a call takes is near to that of so many of a norm. */
+static inline int64_t fn_product_elements(const struct fn_declared *job) { return job->columns * job->hidden * ((job->rows + 3) / 4); }
+/* The most multiplications of a call that Python does not divide: one thread takes about half a second for them. */
+#define FN_PRODUCT_OF_A_CALL 8000000000
+
 /* Blocks [begin, end): those of the same rows one after the other. `room` has fn_product_bytes. */
 typedef void fn_declared_products(const struct fn_declared *job, int64_t begin, int64_t end, char *room);
 static inline int64_t fn_product_blocks(const struct fn_declared *job) {

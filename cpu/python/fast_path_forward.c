@@ -33,6 +33,7 @@ const struct fn_call_kind fn_call_kinds[] = {
      fn_find_log_prob_gradient},
     {"modulate", "y scale shift round_steps out out_dtype", 6, fn_modulate},
     {"modulate_backward", "y scale shift round_steps d needs", 6, fn_modulate_gradients},
+    {"linear", "x weight bias out_dtype out", 5, fn_multiply},
     {NULL, NULL, 0, NULL},
 };
 

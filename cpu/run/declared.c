@@ -126,8 +126,7 @@ static void run_blocks(const void *argument, int64_t begin, int64_t end, char *r
 }
 static int run_products(const struct fn_declared *job) {
     const struct blocks blocks = {job, fn_kernels_for(FN_F32)->declared_products};
-    const int64_t elements = job->columns * job->hidden * ((job->rows + 3) / 4);
-    return fn_divide(run_blocks, &blocks, fn_product_blocks(job), elements, job->threads, (size_t)fn_product_bytes(job));
+    return fn_divide(run_blocks, &blocks, fn_product_blocks(job), fn_product_elements(job), job->threads, (size_t)fn_product_bytes(job));
 }
 
 int fn_run_declared(const void *packed) {

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
+from fusednorm.calls.fast_path import Entry
 from fusednorm.declare.declaration import Declaration, Operand, Result, Role
 from fusednorm.operations.front_door import Operation
 from fusednorm.reference import products
+
+#: As C takes a call without an output, of the operator too.
+_TAKEN = "x weight bias out_dtype"
 
 _LINEAR = Operation(
     Declaration(
@@ -24,7 +29,9 @@ _LINEAR = Operation(
         exact_gradients=False,
         tangent=products.linear_tangent,
     ),
+    fast=Entry("linear", _TAKEN).open(),
 )
+_on_fast_path = _LINEAR.open(Entry("linear", f"{_TAKEN} out"))
 
 
 @_LINEAR.public
@@ -59,4 +66,8 @@ def linear(
         TypeError: an operand is no tensor, or of a dtype that does not fit.
         ValueError: shapes, devices or memory do not fit.
     """
+    if not is_dynamo_compiling():
+        found: Tensor | None = _on_fast_path(x, weight, bias, out_dtype, out)
+        if found is not None:
+            return found
     return _LINEAR("linear", x=x, weight=weight, bias=bias, out_dtype=out_dtype, out=out)
