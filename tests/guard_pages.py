@@ -99,7 +99,7 @@ class Calls:
 
     def __init__(self, extension, memory, largest):
         self._extension = extension
-        self.memory = {name: memory(largest) for name in FORWARD + BACKWARD + ROTATED}
+        self.memory = {name: memory(largest) for name in FORWARD + BACKWARD + ROTATED + PRODUCT}
         self._say = lambda call: None
         self.made = 0
 
@@ -184,11 +184,42 @@ class Calls:
         for memory in self.memory.values():
             memory.clear()
 
+    def product(self, dtypes, rows, columns, size, gap, at_end):
+        """Rows times a weight; ``dtypes``: of x, weight, bias and out. Rows of x and out may have gaps."""
+        self._say(f"product {dtypes} {rows=} {columns=} {size=} {gap=} {at_end=}")
+        counts = (rows - 1) * (size + gap) + size, columns * size, columns, (rows - 1) * (columns + gap) + columns
+        strides, operands = (size + gap, size, 0, columns + gap), []
+        for name, dtype, count, stride in zip(PRODUCT, dtypes, counts, strides, strict=True):
+            address = self.memory[name].place(count * BYTES[dtype], at_end) if BYTES[dtype] else 0
+            operands += (NAMES.index(dtype), address, rows * stride, stride)
+        numbers = 0, LINEAR, dtypes[0] == "float64", 1, rows, rows, size, 0, 0, 0, 0, columns
+        if self._extension.lib.fn_run_declared(struct.pack("=12q128x16q384x", *numbers, *operands)):
+            raise MemoryError
+        self.made += 1
+        for memory in self.memory.values():
+            memory.clear()
+
 
 BACKWARD_PASS = 1  # FN_BACKWARD
+LINEAR = 8  # FN_LINEAR
 FORWARD = ("x", "residual", "weight", "out", "residual_out", "rstd")
+PRODUCT = ("product_x", "product_weight", "product_bias", "product_out")
 BACKWARD = ("dy", "d_total", "h", "rstd", "weight", "dx", "dresidual", "dweight")
 ROTATED = (*(f"{name}{what}" for name in "qk" for what in ("", "_out", "_weight", "_rstd")), "cos", "sin")
+
+
+def every_product(calls, every):
+    """Rows and columns of whole tiles and of others, of each size."""
+    random = Random(0)
+    turn = itertools.count()
+    wide = [("float64", *rest) for rest in itertools.product(NAMES[1:], NAMES, NAMES[1:])]
+    for size in SIZES:
+        for dtypes in [*itertools.product(NARROW, NARROW, ("none", *NARROW), NARROW), *random.sample(wide, 4)]:
+            for at_end in (True, False):
+                rows, columns = random.choice((1, 2, 3, 4, 5, 9, 70)), random.choice((1, 2, 3, 5, 6, 7, 49))
+                shape = rows, columns, size, random.choice(GAPS)
+                if next(turn) % every == 0:
+                    calls.product(dtypes, *shape, at_end)
 
 
 def every_call(calls, every):
@@ -263,6 +294,7 @@ def main():
         extension.lib.fn_use_isa(usable[name])
         every_call(calls, arguments.every)
         every_rotation(calls, arguments.every)
+        every_product(calls, arguments.every)
         if not arguments.heap:
             large_calls(calls)
     print(f"{calls.made} calls")

@@ -335,7 +335,19 @@ def pack_declared(call: Call, threads: int = 1) -> bytes:
         given |= (flag is not None) << place
         types += "d" if type(flag) is float else "q"
     return _declared(types, len(tensors))(
-        *(backward, number, call.x.dtype == torch.float64, threads, rows, inner, hidden_size, *part, of_sums, given, columns),
+        *(
+            backward,
+            number,
+            call.x.dtype == torch.float64,
+            threads,
+            rows,
+            inner,
+            hidden_size,
+            *part,
+            of_sums,
+            given,
+            columns,
+        ),
         *[flag or 0 for flag in flags.values()],
         *operands,
     )

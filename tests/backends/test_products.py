@@ -1,0 +1,137 @@
+"""Products in C: where its blocks end, several threads, long rows, and calls that are interrupted."""
+
+import contextlib
+import itertools
+import signal
+import threading
+
+import pytest
+import torch
+
+import fusednorm
+from fusednorm.backends import cpu
+from fusednorm.conformance.cases import differing
+from fusednorm.reference import products
+
+#: Around a sum, the elements that stay in the first cache, short rows, and the shortest rows with six columns at once; and
+#: rows and columns around tiles and blocks.
+SIZES = (1, 15, 16, 17, 639, 640, 641, 656, 1281, 2048, 2049, 8193)
+ROWS = (1, 2, 3, 4, 5, 63, 64, 65, 130)
+COLUMNS = (1, 2, 3, 4, 5, 6, 7, 47, 48, 49, 97)
+
+
+@contextlib.contextmanager
+def threads(count):
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def operands(rows, columns, size, dtype, weight_dtype):
+    generator = torch.Generator().manual_seed(rows + columns + size)
+    x, weight = (torch.randn(count, size, generator=generator) for count in (rows, columns))
+    return x.to(dtype), weight.to(weight_dtype), torch.randn(columns, generator=generator).to(dtype)
+
+
+def shapes(turn):
+    """Each size with some rows and columns, and rows with columns of a short one; other ones in another turn."""
+    few = [(rows, columns) for rows, columns in itertools.product(ROWS, COLUMNS) if rows * columns < 700]
+    for place, size in enumerate(SIZES):
+        for rows, columns in few[(place + turn) % 12 :: 12]:
+            if rows * columns * size < 1 << 18:
+                yield rows, columns, size
+    for rows, columns in [*itertools.product(ROWS, COLUMNS)][turn :: len(PAIRS)]:
+        yield rows, columns, 33
+    yield ((1, 13, 40_000), (2, 3, 40_000), (5, 7, 40_000))[turn % 3]
+
+
+PAIRS = (
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+    (torch.float32, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float64, torch.float64),
+)
+
+
+@pytest.mark.parametrize("dtypes", PAIRS, ids=lambda pair: " ".join(str(dtype)[6:] for dtype in pair))
+def test_blocks(dtypes):
+    """On one thread or two, with a bias or without."""
+    for place, shape in enumerate(shapes(PAIRS.index(dtypes))):
+        x, weight, bias = operands(*shape, *dtypes)
+        given, count = (bias, None)[place % 2], 1 + place // 2 % 2
+        (expected,) = products.linear(x, weight, given, None)
+        for isa in cpu.variants():
+            with cpu.use_variant(isa), threads(count):
+                found = fusednorm.linear(x, weight, given)
+            assert not differing(found, expected).any(), (isa, count, shape, given is None)
+
+
+@pytest.mark.parametrize("isa", cpu.variants())
+def test_products_that_float_does_not_hold(isa):
+    """Portable kernels have no fused multiply-add: they take another way where a product is subnormal, or too large."""
+    generator = torch.Generator().manual_seed(0)
+    with cpu.use_variant(isa):
+        for exponents in ((-70, -60), (-140, -120), (60, 68), (-140, 127)):
+            powers = [2.0 ** torch.randint(*exponents, (count, 50), generator=generator).double() for count in (5, 8)]
+            x, weight = ((torch.randn(p.shape, generator=generator) * p).bfloat16() for p in powers)
+            x[1, 3], weight[2, 7], x[2, 5], weight[4, 9] = float("nan"), float("inf"), 0.0, 0.0
+            (expected,) = products.linear(x, weight, None, torch.float32)
+            for rows in (1, 2, 5):
+                found = fusednorm.linear(x[:rows], weight, out_dtype=torch.float32)
+                assert not differing(found, expected[:rows]).any(), (exponents, rows)
+
+
+def test_several_threads_of_python():
+    calls = [
+        operands(rows, 300, size, torch.bfloat16, torch.bfloat16) for rows, size in ((1, 700), (3, 640), (70, 100))
+    ]
+    expected = [fusednorm.linear(*call) for call in calls]
+    wrong = []
+
+    def make(place):
+        for _ in range(20):
+            found = fusednorm.linear(*calls[place])
+            if differing(found, expected[place]).any():
+                wrong.append(place)
+
+    running = [threading.Thread(target=make, args=(place,)) for place in (0, 1, 2, 0)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    assert not wrong
+
+
+def test_memory_is_given_back():
+    """A weight that is freed while no call runs is not read again: results do not refer to operands."""
+    x, weight, bias = operands(2, 50, 64, torch.float32, torch.float32)
+    expected = products.linear(x, weight, bias, None)[0]
+    found = fusednorm.linear(x, weight, bias)
+    weight.fill_(float("nan"))
+    del weight
+    assert not differing(found, expected).any()
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no timer that sends signals")
+def test_a_long_product_is_interrupted():
+    """It is made in parts, of columns: those after the interrupt are not computed."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    x, weight = torch.ones(2048, 4096, dtype=torch.bfloat16), torch.ones(1, 4096, dtype=torch.bfloat16)
+    out = torch.full((2048, 6000), -1.0, dtype=torch.bfloat16)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        with pytest.raises(KeyboardInterrupt):
+            fusednorm.linear(x, weight.expand(6000, 4096), out=out)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert (out[:, -1] == -1).all()
