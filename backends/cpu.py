@@ -150,9 +150,10 @@ def forward(call: AnyCall) -> None:
 
 
 def _parts_of_products(call: Call) -> Iterator[Call]:
-    """The same products in calls of columns that take a thread about half a second: an interrupt is seen between them."""
+    """Calls of columns of the products, each of about half a second on one thread: an interrupt is seen between them."""
     x, weight, bias, out = (call.tensors[name] for name in ("x", "weight", "bias", "out"))
-    assert weight is not None and out is not None
+    assert weight is not None
+    assert out is not None
     columns = max(96, int(_lib.FN_PRODUCT_OF_A_CALL / (call.rows * call.hidden_size)))
     for first in range(0, weight.shape[0], columns):
         of = slice(first, first + columns)
