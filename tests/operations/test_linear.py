@@ -126,7 +126,8 @@ def test_parts_that_are_computed_at_once_do_not_matter(at_once, monkeypatch):
     monkeypatch.setattr(products, "_AT_ONCE", at_once)
     monkeypatch.setattr(products, "_tree", lambda x, w, wide: sizes.append(len(x) * len(w)) or tree(x, w, wide))
     assert torch.equal(products.linear(X[0].bfloat16(), WEIGHT.bfloat16(), BIAS)[0], wanted)
-    assert (sum(sizes), max(sizes)) == (42, at_once // 16)
+    assert sum(sizes) == 42
+    assert max(sizes) <= at_once // 16
 
 
 @pytest.mark.parametrize(("dtype", "out_dtype"), [(BF16, F32), (F32, F32), (F64, F64)])
