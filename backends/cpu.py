@@ -150,7 +150,7 @@ def forward(call: AnyCall) -> None:
 
 
 def _parts_of_products(call: Call) -> Iterator[Call]:
-    """Calls of columns of the products, each of about half a second on one thread: an interrupt is seen between them."""
+    """Calls of columns of the products, each of half a second on one thread: an interrupt is seen between them."""
     x, weight, bias, out = (call.tensors[name] for name in ("x", "weight", "bias", "out"))
     assert weight is not None
     assert out is not None

@@ -181,55 +181,19 @@ typedef void tile_fn(TILE_ARGUMENTS);
 static tile_fn *const tiles[4][2] = {[F32] = {tile_F32_0, tile_F32_1}, [F16] = {NULL, tile_F16_1}, [BF16] = {NULL, tile_BF16_1}};
 #else /* portable kernels: without a fused multiply-add that every compiler has */
 enum { TILE_COLUMNS = 3 };
-
-/* The least magnitude but 0, and the greatest one, of rows so many elements apart. A NaN is greater than all. */
-static void find_range(int rows, const float *x, int64_t step, int64_t n, float *least, float *greatest) {
-    uint32_t low = 0xffffffff, high = 0;
-    for (int r = 0; r < rows; r++)
-        for (int64_t i = 0; i < n; i++) {
-            const uint32_t magnitude = bits_of_f32(x[r * step + i]) & 0x7fffffff;
-            low = magnitude - 1 < low ? magnitude - 1 : low; /* of 0 it is the greatest number */
-            high = magnitude > high ? magnitude : high;
-        }
-    *least = low < 0x7f800000 ? f32_of_bits(low + 1) : 1;
-    *greatest = f32_of_bits(high);
-}
-
-/* x * w + s of 16-bit x and w, rounded once: the product is exact in double, and the sum is rounded to odd there (see half.h). */
-static float fma_of_halves(float x, float w, float s) {
-    const double p = (double)x * w, sum = p + s, part = sum - p, error = (p - (sum - part)) + (s - part);
-    int64_t bits;
-    double odd;
-    memcpy(&bits, &sum, sizeof bits);
-    if (error == error && error != 0 && !(bits & 1)) bits += (error > 0) == (sum > 0) ? 1 : -1;
-    memcpy(&odd, &bits, sizeof odd);
-    return (float)odd;
-}
-
-FN_INLINE void add_terms_of_product(const float *restrict x, const float *restrict w, int64_t n, float *restrict sums) {
-    for (int64_t k = 0; k < n; k += SUMS)
-        FN_VECTORS()
-        for (int j = 0; j < SUMS; j++) sums[j] += x[k + j] * w[k + j];
-}
 #define TILE_ARGUMENTS const float *x, int64_t x_step, const char *w, int64_t w_step, int64_t n, float *sums, int64_t ahead
 FN_INLINE void add_tile(int fused, TILE_ARGUMENTS) {
-    const int64_t step = w_step / (int64_t)sizeof(float);
-    const float *const columns = (const float *)(const void *)w;
     (void)ahead;
-    int exact = 1; /* whether float holds all products, so that an addition rounds as the fused operation does */
-    if (fused) {
-        float least_x, greatest_x, least_w, greatest_w;
-        find_range(4, x, x_step, n, &least_x, &greatest_x);
-        find_range(TILE_COLUMNS, columns, step, n, &least_w, &greatest_w);
-        exact = (double)least_x * least_w >= 0x1p-126 && (double)greatest_x * greatest_w < 0x1p128;
-    }
     for (int r = 0; r < 4; r++)
         for (int c = 0; c < TILE_COLUMNS; c++) {
-            float *const s = sums + (r * PRODUCT_COLUMNS + c) * SUMS;
-            const float *const row = x + r * x_step, *const column = columns + c * step;
-            if (exact) add_terms_of_product(row, column, n, s);
-            else
-                for (int64_t k = 0; k < n; k++) s[k % SUMS] = fma_of_halves(row[k], column[k], s[k % SUMS]);
+            float *const restrict s = sums + (r * PRODUCT_COLUMNS + c) * SUMS;
+            const float *const restrict row = x + r * x_step, *const restrict column = (const float *)(const void *)(w + c * w_step);
+            for (int64_t k = 0; k < n; k += SUMS) {
+                /* double holds a product of 16-bit numbers, and its sum rounds to float as the fused operation (docs/spec.md) */
+                FN_VECTORS()
+                for (int j = 0; j < SUMS; j++)
+                    s[j] = fused ? (float)((double)row[k + j] * column[k + j] + s[j]) : s[j] + row[k + j] * column[k + j];
+            }
         }
 }
 static void tile_F32_0(TILE_ARGUMENTS) { add_tile(0, x, x_step, w, w_step, n, sums, ahead); }

@@ -13,8 +13,8 @@ from fusednorm.backends import cpu
 from fusednorm.conformance.cases import differing
 from fusednorm.reference import products
 
-#: Around a sum, the elements that stay in the first cache, short rows, and the shortest rows with six columns at once; and
-#: rows and columns around tiles and blocks.
+#: Around a sum, the elements that stay in the first cache, short rows, and the shortest rows with six columns at once;
+#: and rows and columns around tiles and blocks.
 SIZES = (1, 15, 16, 17, 639, 640, 641, 656, 1281, 2048, 2049, 8193)
 ROWS = (1, 2, 3, 4, 5, 63, 64, 65, 130)
 COLUMNS = (1, 2, 3, 4, 5, 6, 7, 47, 48, 49, 97)
