@@ -1,8 +1,8 @@
 /*
- * Products of rows with a weight (docs/spec.md, section 13), included by declared_body.h. Each of the 16 sums of a product is a
- * lane: of one vector P, or of two. A file kernel_<isa>.c may have more names than pairs.h asks for; these are made of its own:
+ * Products of rows with a weight (docs/spec.md, section 13), included by declared_body.h. The 16 sums of a product are the lanes of
+ * one, two or four vectors. A file kernel_<isa>.c may have more names than pairs.h asks for; these are made of its own:
  *
- *   P, P_LANES                 a vector of so many floats, 8 or 16; like U it may have no size
+ *   P, P_LANES                 a vector of so many floats, 4, 8 or 16; like U it may have no size
  *   p_zero p_add p_fma         p_fma rounds x * w + s once
  *   p_mul                      rounds x * w
  *   p_load                     widens P_LANES elements
@@ -14,8 +14,7 @@ enum { SUMS = 16 };
 
 enum { PRODUCT_ROWS = FN_PRODUCT_ROWS, PRODUCT_COLUMNS = FN_PRODUCT_COLUMNS, PRODUCT_DEPTH = FN_PRODUCT_DEPTH };
 
-#if defined(P_LANES) /* SVE has its own */
-#elif LANES >= 8
+#if !defined(P_LANES) && LANES > 1 /* SVE has its own */
 #define P_LANES LANES
 typedef V P;
 FN_INLINE P p_zero(void) { return v_set1(0); }
@@ -24,15 +23,6 @@ FN_INLINE P p_mul(P x, P w) { return v_mul(x, w); }
 FN_INLINE P p_fma(P x, P w, P s) { return v_fma(x, w, s); }
 FN_INLINE P p_load(int kind, const char *p) { return kind == F32 ? v_load(p) : kind == F16 ? f16_load(p) : bf16_load(p); }
 FN_INLINE void p_store(float *p, P x) { v_store(p, x); }
-#elif LANES > 1
-#define P_LANES (2 * LANES)
-typedef U P;
-FN_INLINE P p_zero(void) { return u_set1(0); }
-FN_INLINE P p_add(P x, P y) { return u_add(x, y); }
-FN_INLINE P p_mul(P x, P w) { return u_mul(x, w); }
-FN_INLINE P p_fma(P x, P w, P s) { return (P){v_fma(x.a, w.a, s.a), v_fma(x.b, w.b, s.b)}; }
-FN_INLINE P p_load(int kind, const char *p) { return u_load(kind, p, 0, UNIT); }
-FN_INLINE void p_store(float *p, P x) { u_store(F32, p, 0, UNIT, x); }
 #endif
 
 /* n elements as float, and +0 up to whole sums. */
@@ -83,46 +73,52 @@ static void end_products(const struct fn_declared *job, int64_t m, int64_t begin
 #define STEP(fused, x, w, s) ((fused) ? p_fma(x, w, s) : p_add(s, p_mul(x, w)))
 
 /*
- * The sums of one row or two of floats with a row of the weight as it lies in memory, which is read once and from its first
- * element to its last one: memory gives it faster than two rows at once. `two`: whether sums take two vectors.
+ * The sums of one row or two of floats with a row of the weight as it lies in memory, which is read once and from its first element
+ * to its last one: memory gives it faster than two rows at once. `vectors`: how many have the sums.
  */
-FN_INLINE void few_rows(int rows, int kind, int fused, int two, const float *x, int64_t room, const char *w, int64_t n, float *sums) {
+FN_INLINE void few_rows(int rows, int kind, int fused, int vectors, const float *x, int64_t room, const char *w, int64_t n, float *sums) {
     const int64_t size = kind == F32 ? 4 : 2, whole = n / SUMS * SUMS;
-#define BOTH(fn) fn(0) fn(1)
-#define BEGIN(r) P a##r = p_zero(), b##r = p_zero();
-    BOTH(BEGIN)
+#define EACH_VECTOR(fn) fn(0) fn(1) fn(2) fn(3)
+#define BEGIN(v) P a##v = p_zero(), b##v = p_zero();
+    EACH_VECTOR(BEGIN)
 #undef BEGIN
-#define TERMS(r)                                                                             \
-    if (r < rows) {                                                                          \
-        a##r = STEP(fused, p_load(F32, (const char *)(x + r * room + k)), w0, a##r);         \
-        if (two) b##r = STEP(fused, p_load(F32, (const char *)(x + r * room + k + P_LANES)), w1, b##r); \
+#define X(r, v) p_load(F32, (const char *)(x + r * room + k + v * P_LANES))
+#define TERMS(v)                                                                                     \
+    if (v < vectors) {                                                                               \
+        const P w##v = p_load(w_kind, from + v * P_LANES * (w_kind == F32 ? 4 : 2));                 \
+        a##v = STEP(fused, X(0, v), w##v, a##v);                                                     \
+        if (rows > 1) b##v = STEP(fused, X(1, v), w##v, b##v);                                       \
     }
     for (int64_t k = 0; k < whole; k += SUMS) {
-        const P w0 = p_load(kind, w + k * size), w1 = two ? p_load(kind, w + (k + P_LANES) * size) : w0;
-        BOTH(TERMS)
+        const int w_kind = kind;
+        const char *const from = w + k * size;
+        EACH_VECTOR(TERMS)
     }
     if (whole < n) {
         float last[SUMS];
         widen_terms(kind, w, whole, n - whole, last);
+        const int w_kind = F32;
+        const char *const from = (const char *)last;
         const int64_t k = whole;
-        const P w0 = p_load(F32, (const char *)last), w1 = two ? p_load(F32, (const char *)(last + P_LANES)) : w0;
-        BOTH(TERMS)
+        EACH_VECTOR(TERMS)
     }
 #undef TERMS
-#define END(r)                                             \
-    if (r < rows) {                                        \
-        p_store(sums + r * SUMS, a##r);                    \
-        if (two) p_store(sums + r * SUMS + P_LANES, b##r); \
+#undef X
+#define END(v)                                                        \
+    if (v < vectors) {                                                \
+        p_store(sums + v * P_LANES, a##v);                            \
+        if (rows > 1) p_store(sums + SUMS + v * P_LANES, b##v);       \
     }
-    BOTH(END)
+    EACH_VECTOR(END)
 #undef END
-#undef BOTH
+#undef EACH_VECTOR
 }
 
 /* The same as one function for each number of rows, where the weight is of a kind that can be read as it lies. */
-#define FEW(rows, kind, fused)                                                                               \
+#define FEW(rows, kind, fused)                                                                                         \
     static FN_NOINLINE void few_##rows##_##kind(const float *x, int64_t room, const char *w, int64_t n, float *sums) { \
-        FN_UNSWITCH(P_LANES < SUMS, few_rows(rows, kind, fused, P_LANES < SUMS, x, room, w, n, sums));        \
+        const int vectors = SUMS / P_LANES;                                                                            \
+        FN_UNSWITCH(vectors == 1, few_rows(rows, kind, fused, vectors, x, room, w, n, sums));                          \
     }
 #define FEW_OF(kind, fused) FEW(1, kind, fused) FEW(2, kind, fused)
 FEW_OF(F32, 0) FEW_OF(F16, 1) FEW_OF(BF16, 1)

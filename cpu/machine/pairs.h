@@ -5,6 +5,7 @@
  *   LANES                      floats in a vector
  *   V, H2                      a vector of LANES floats; one of 2 * LANES 16-bit values
  *   v_set1 v_add v_mul         each one correctly rounded IEEE operation
+ *   v_fma                      x * y + z, rounded once, where LANES is not 1
  *   v_no_more v_no_less        the second one, within a limit that is no NaN; a NaN stays
  *   v_where_within             the last one where x is not below the first one, nor above the second; else +0
  *   v_load v_store             unaligned
@@ -14,17 +15,18 @@
  *   h2_load h2_store h2_load_n h2_store_n      the same for 2 * LANES 16-bit values
  *   f16_lo f16_hi h2_f16       widen each half; narrow two vectors to nearest even
  *   bf16_lo bf16_hi h2_bf16    the same for bfloat16
+ *   f16_load bf16_load         widen LANES 16-bit values in memory, where LANES is not 1
  *
  * A file may also define:
  *
  *   HALVES_FROM_MEMORY         where loading LANES 16-bit values is cheaper than taking half a register:
- *   f16_load bf16_load           widen LANES values
  *   f16_store bf16_store         round, store, and return the stored values
  *   READS_AHEAD                where memory is read faster if it is fetched ahead
  *   ADDS_F16                   where float16 can be added without widening, with the same bits:
  *   h2_add_f16                   rounds to nearest even
  *   STREAMS, u_stream_end      where an ordinary store first reads the line that it overwrites:
  *   v_stream h2_stream           aligned stores that bypass the caches
+ *   MANY_REGISTERS             where there are 32 vectors
  *   BF16_BY_PARITY             where widening by parity is cheaper than widening by halves:
  *   bf16_even bf16_odd           widen the even and the odd elements
  *   h2_bf16_parity               narrows them back; a NaN must have zero low bits (see kind BF16P)

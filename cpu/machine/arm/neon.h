@@ -14,6 +14,7 @@ FN_INLINE V v_set1(float value) { return vdupq_n_f32(value); }
 FN_INLINE V v_add(V x, V y) { return vaddq_f32(x, y); }
 FN_INLINE V v_mul(V x, V y) { return vmulq_f32(x, y); }
 FN_INLINE V v_fma(V x, V y, V z) { return vfmaq_f32(z, x, y); }
+#define MANY_REGISTERS 1
 FN_INLINE V v_no_more(V most, V x) { return vminq_f32(most, x); }
 FN_INLINE V v_no_less(V least, V x) { return vmaxq_f32(least, x); }
 FN_INLINE V v_where_within(V least, V most, V x, V value) {
@@ -63,3 +64,9 @@ FN_INLINE void v_store_n(void *p, int n, V x) {
 FN_INLINE V f16_lo(H2 h) { return vcvt_f32_f16(vreinterpret_f16_u16(vget_low_u16(h))); }
 FN_INLINE V f16_hi(H2 h) { return vcvt_high_f32_f16(vreinterpretq_f16_u16(h)); }
 FN_INLINE H2 h2_f16(V a, V b) { return vreinterpretq_u16_f16(vcvt_high_f16_f32(vcvt_f16_f32(a), b)); }
+
+/* Half a register of 16-bit values, widened as the file that includes this does it. */
+FN_INLINE H2 h2_load_half(const void *p) { return vcombine_u16(vreinterpret_u16_u8(vld1_u8(p)), vdup_n_u16(0)); }
+FN_INLINE V f16_load(const void *p) { return f16_lo(h2_load_half(p)); }
+FN_INLINE V bf16_lo(H2 h);
+FN_INLINE V bf16_load(const void *p) { return bf16_lo(h2_load_half(p)); }
