@@ -22,6 +22,7 @@ from torch import Tensor
 from fusednorm.engine.choose import use_backend
 from fusednorm.operations import functions, gate, layer_norm, norm, norm_gated, rotate
 from fusednorm.version import __version__
+from fusednorm.vllm import products
 from fusednorm.vllm.providers import AS_VLLM, ROUNDINGS
 from fusednorm.vllm.roundings import VLLM, Roundings, of, of_model
 
@@ -376,8 +377,8 @@ def _vllms_rotation(*arguments: Any) -> Tensor:
     return rotated
 
 
-def replace_in_workers(contract: str, platform: Any) -> None:
-    """Has vLLM's layers replaced in the processes that make a model, and there only.
+def replace_in_workers(contract: str, platform: Any, with_products: bool) -> None:
+    """Has vLLM's layers replaced in the processes that make a model, and there only; its products too on request.
 
     Each imports the platform's kernels before. vLLM's other processes load none of its layers, so the plug-in does not
     either: they take a second.
@@ -391,6 +392,8 @@ def replace_in_workers(contract: str, platform: Any) -> None:
         _logger.info("fusednorm %s: computes these layers of vLLM where a model has them: %s", __version__, names)
         for reason in left:
             _logger.warning("fusednorm %s leaves a layer of vLLM as it was: %s", __version__, reason)
+        if with_products:
+            products.replace()
 
     def import_ir_kernels(cls: Any) -> None:
         platforms_own()
