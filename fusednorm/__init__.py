@@ -47,6 +47,7 @@ from fusednorm.operations.layer_norm import (
     layer_norm,
     layer_norm_,
 )
+from fusednorm.operations.linear import linear
 from fusednorm.operations.log_prob import (
     log_softmax,
     logsumexp,
@@ -116,6 +117,7 @@ __all__ = [
     "layer_norm",
     "layer_norm_",
     "layer_norm_quant",
+    "linear",
     "log_softmax",
     "logsumexp",
     "modulate",

@@ -305,6 +305,28 @@ def check_samples(name: str, operand: Tensor, x: Tensor, x_name: str, *, in_memo
         check_memory(name, operand)
 
 
+def check_products(
+    name: str, is_matrix: bool, operand: Tensor, shape: list[int], x: Tensor, x_name: str, *, in_memory: bool
+) -> None:
+    """A matrix, with rows of ``shape`` [N], or what has ``shape`` beside one; and that it has memory, if it must."""
+    check_floats(name, operand, x, x_name)
+    if is_matrix:
+        if operand.dim() != 2 or list(operand.shape[1:]) != shape:
+            turned = operand.dim() == 2 and list(operand.shape[:1]) == shape
+            row = f"a row as long as those of {x_name} for each element of a result"
+            raise ValueError(
+                f"{name} must have shape [N, {shape[0]}], where the last dimension of {x_name} {list(x.shape)} is "
+                f"{shape[0]}, got {list(operand.shape)}; pass {f'{name}.t()' if turned else row}"
+            )
+    elif list(operand.shape) != shape:
+        raise ValueError(
+            f"{name} must have shape {shape}, a number for each element of a result, got {list(operand.shape)}; pass "
+            "one for each row of the weight"
+        )
+    if in_memory:
+        check_memory(name, operand)
+
+
 def check_one_row(name: str, weight: Tensor | None) -> None:
     """That a weight has no rows of its own for heads, for the port of a library that would read the first one alone."""
     if getattr(weight, "ndim", 1) > 1:

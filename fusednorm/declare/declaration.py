@@ -38,7 +38,19 @@ class Role(Enum):
     #: [..., K], where the first operand is [..., H, N]: numbers for each row of heads. It has no gradient, and the
     #: operation's own check says what else it must be.
     TABLE = "table"
+    #: [M, N], where M is the length of rows of results that have the role PRODUCTS: the same for all rows.
+    MATRIX = "matrix"
+    #: [M]: a number for each row of the matrix, the same for all rows. Its gradient is a sum over rows.
+    COLUMNS = "columns"
+    #: [..., M]: of a result, a number for each row of the matrix.
+    PRODUCTS = "products"
 
+
+#: The roles of operands that all rows take whole, and whose gradients are sums over rows.
+WHOLE = (Role.WEIGHT, Role.MATRIX, Role.COLUMNS)
+
+#: The roles of what has rows, of one length or another.
+WITH_ROWS = (Role.ROWS, Role.PRODUCTS)
 
 #: The roles of operands that have no gradient.
 CONSTANT = (Role.IDS, Role.CHOSEN, Role.SETTINGS, Role.TABLE)

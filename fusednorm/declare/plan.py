@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -25,11 +25,12 @@ from fusednorm.calls.checks import (
     check_memory,
     check_needs,
     check_operands,
+    check_products,
     check_samples,
     refuse_type,
 )
 from fusednorm.calls.scalars import number, whole
-from fusednorm.declare.declaration import Declaration, Result, Role
+from fusednorm.declare.declaration import WITH_ROWS, Declaration, Result, Role
 
 #: By the names of a declaration, in its order.
 Operands: TypeAlias = Mapping[str, Tensor | None]
@@ -73,6 +74,9 @@ class Plan:
         self.rows = self.operands[0]
         of_rows = tuple(operand.name for operand in declaration.operands if operand.role is Role.ROWS)
         self._deciding = of_rows if declaration.any_decides else of_rows[:1]
+        #: The operand whose rows make the columns of results, and those that have a number for each.
+        self.matrix, *_ = (*[one.name for one in declaration.operands if one.role is Role.MATRIX], None)
+        self._of_columns = tuple(one.name for one in declaration.operands if one.role is Role.COLUMNS)
         self._fits = tuple((operand.name, *_FITS[operand.role]) for operand in declaration.operands)
         self._checks = {flag: _check_of(flag, default) for flag, default in declaration.flags.items()}
         if declaration.transposed is not None:  # of any rows
@@ -104,9 +108,9 @@ class Plan:
         #: The operands of which several rows take one, with their roles.
         self.shared = {one.name: one.role for one in declaration.operands if one.role in SHARED}
         self.shares_samples = {*self.shared.values()} == {Role.SAMPLES}
-        self.of_rows = tuple(name for name, role in roles.items() if role is Role.ROWS)
+        self.of_rows = tuple(name for name, role in roles.items() if role in WITH_ROWS)
         self.operands_with_rows = tuple(name for name in self.operands if name in self.of_rows)
-        self.results_with_rows = tuple(one.name for one in declaration.results if one.role is Role.ROWS)
+        self.results_with_rows = tuple(one.name for one in declaration.results if one.role in WITH_ROWS)
         # The names of all tensors of calls, in their order.
         like = (kernel and kernel.like) or declaration
         self.read = dict.fromkeys([one.name for one in like.operands])
@@ -217,7 +221,7 @@ class Plan:
         return joined
 
     def shape(self, role: Role, operands: Mapping[str, Any]) -> torch.Size:
-        """The shape of what has this role, beside these operands; of a weight that of one for all rows."""
+        """The shape of what has this role, beside these operands; of a weight or a matrix that of one of its rows."""
         return self._shape_of(role)(operands)
 
     def _shape_of(self, role: Role) -> Callable[[Mapping[str, Any]], torch.Size]:
@@ -227,8 +231,13 @@ class Plan:
             return lambda operands: operands[chosen].shape
         if role is Role.ROWS:
             return lambda operands: operands[first].shape
-        if role is Role.WEIGHT:
+        if role in (Role.WEIGHT, Role.MATRIX):
             return lambda operands: operands[first].shape[-1:]
+        matrix = self.matrix
+        if role is Role.COLUMNS:
+            return lambda operands: operands[matrix].shape[:1]
+        if role is Role.PRODUCTS:
+            return lambda operands: operands[first].shape[:-1] + operands[matrix].shape[:1]
         return lambda operands: operands[first].shape[:-1]
 
     def _dtype_of(self, result: Result) -> Callable[[Mapping[str, Any], Flags], torch.dtype]:
@@ -286,6 +295,10 @@ class Plan:
                 return False
             if not fits(tensor.shape, shape):
                 return False
+        for name in self._of_columns:
+            tensor, matrix = operands[name], cast(Tensor, operands[self.matrix])
+            if tensor is not None and tensor.shape[0] != matrix.shape[0]:
+                return False
         return len(shape) > 0 and shape[-1] > 0
 
     def check_tensors(self, operands: Operands, tensors: Mapping[str, Any], in_memory: bool) -> None:
@@ -307,7 +320,8 @@ class Plan:
                         f"{str(tensor.dtype)[6:]}; pass the result of the forward pass as it is"
                     )
             elif tensor is not None or name not in self.optional:
-                refuse_type(name, tensor)
+                of_products = roles[name] in (Role.MATRIX, Role.COLUMNS, Role.PRODUCTS)
+                refuse_type(name, tensor, "torch.as_tensor makes one" if of_products else None)
 
     def check_flags(self, operands: Operands, flags: Flags) -> Flags:
         """Checks flags, all or those that a gradient takes; returns them, numbers rounded to the accumulator type."""
@@ -363,6 +377,8 @@ _FITS: dict[Role, tuple[Callable[[torch.Size, torch.Size], bool], tuple[torch.dt
     Role.IDS: (lambda shape, rows: shape == rows[:-1], _INTEGERS),
     Role.CHOSEN: (lambda shape, rows: shape == rows[:-1], _INTEGERS),
     Role.TABLE: (lambda shape, rows: True, FLOATS),
+    Role.MATRIX: (lambda shape, rows: len(shape) == 2 and shape[1:] == rows[-1:], FLOATS),
+    Role.COLUMNS: (lambda shape, rows: len(shape) == 1, FLOATS),
 }
 
 
@@ -378,6 +394,8 @@ def check_role(
         check_affine(rows, tensor, None, in_memory=in_memory, x_name=rows_name, weight_name=name)
     elif role is Role.SAMPLES:
         check_samples(name, tensor, rows, rows_name, in_memory=in_memory)
+    elif role in (Role.MATRIX, Role.COLUMNS, Role.PRODUCTS):
+        check_products(name, role is Role.MATRIX, tensor, shape, rows, rows_name, in_memory=in_memory)
     elif role is not Role.TABLE:
         if role not in (Role.IDS, Role.CHOSEN):
             check_floats(name, tensor, rows, rows_name)

@@ -50,7 +50,7 @@ def forward(
         laid.strides,
         plan.of_calls(flags),
         size,
-        rows.numel() // size,
+        rows.numel() // size if plan.matrix is None or cast(Tensor, operands[plan.matrix]).numel() else 0,
         laid.inner,
     )
     launch(backend, call, (*outputs.values(),))

@@ -16,6 +16,7 @@ from fusednorm.calls.call import Flags
 from fusednorm.calls.checks import (
     check_apart,
     check_flags,
+    check_floats,
     check_operands,
     check_output,
     refuse_grad,
@@ -23,7 +24,7 @@ from fusednorm.calls.checks import (
 )
 from fusednorm.calls.fast_path import Entry
 from fusednorm.calls.must_be_seen import Listener
-from fusednorm.declare.declaration import Role
+from fusednorm.declare.declaration import WITH_ROWS, Role
 from fusednorm.engine import run as engine
 from fusednorm.torch_ops import dtensor_bridge
 from fusednorm.torch_ops.operator import Operator
@@ -45,8 +46,12 @@ class Operation(Operator):
         self.functions: dict[str, Callable[..., Any]] = {}
         self._defaults = tuple(self.declaration.defaults.items())
         self._returned = tuple((result.name, result.overwrites or "") for result in self.declaration.returned)
-        self._of_dtypes = [(result.name, result.dtype) for result in self.declaration.returned if result.dtype]
-        self._of_rows = [result.name for result in self.declaration.returned if result.role is Role.ROWS]
+        self._of_dtypes = [
+            (result.name, result.dtype, result.role is Role.ROWS)
+            for result in self.declaration.returned
+            if result.dtype
+        ]
+        self._of_rows = [result.name for result in self.declaration.returned if result.role in WITH_ROWS]
 
     def of_parts(self, operands: Mapping[str, Any], flags: Mapping[str, Any]) -> tuple[Tensor, ...] | None:
         """The results for DTensors whose rows lie in parts, where ranks have a way to leave them there."""
@@ -65,7 +70,7 @@ class Operation(Operator):
     def open(self, entry: Entry, names: str = "") -> Callable[..., Any]:
         """The fast path of a public function, which has these arguments; None: those that the entry has names for."""
         taken, operands_of, defaults = (names or entry.names).split(), self.plan.operands, dict(self._defaults)
-        outputs, dtypes = [result for result, _ in self._returned], [flag for _, flag in self._of_dtypes]
+        outputs, dtypes = [result for result, _ in self._returned], [flag for _, flag, _ in self._of_dtypes]
         count, alone = len(operands_of), len(outputs) == 1
         # The usual arguments after the operands, if they are all in the usual places; and usual flags.
         others = [defaults.get(name) for name in taken[count:]] if (*taken[:count],) == operands_of else None
@@ -103,9 +108,10 @@ class Operation(Operator):
         """
         given_operands = self.fitted([arguments[operand] for operand in self.plan.operands])
         operands = dict(zip(self.plan.operands, given_operands, strict=True))
-        for result, flag in self._of_dtypes:
+        for result, flag, like_rows in self._of_dtypes:
             if (out := arguments.get(result)) is not None:
-                arguments[flag] = dtype_of(out, arguments.get(flag), arguments[self.plan.rows], self.plan.rows)
+                rows = arguments[self.plan.rows]
+                arguments[flag] = dtype_of(out, arguments.get(flag), rows, self.plan.rows, like_rows)
         given = {result: arguments.get(result) for result, _ in self._returned}
         tensors = (*operands.values(), *given.values())
         listener = must_be_seen.listener(*tensors)
@@ -175,11 +181,18 @@ def _are(arguments: Sequence[Any], usual: Sequence[Any]) -> bool:
     return True
 
 
-def dtype_of(out: Tensor | None, out_dtype: torch.dtype | None, rows: Tensor, name: str) -> torch.dtype | None:
-    """``out_dtype``, or the dtype of the output that the caller gave for these rows, which is checked."""
+def dtype_of(
+    out: Tensor | None, out_dtype: torch.dtype | None, rows: Tensor, name: str, like_rows: bool = True
+) -> torch.dtype | None:
+    """``out_dtype``, or the dtype of the output that the caller gave for these rows, which is checked.
+
+    ``like_rows``: whether it must have their shape.
+    """
     if out is None:
         return out_dtype
-    check_operands(rows, None, None, out, None, in_memory=False, x_name=name)
+    check_operands(rows, None, None, out if like_rows else None, None, in_memory=False, x_name=name)
+    if not like_rows:
+        check_floats("out", out, rows, name, "leave it out, and take the result that the call returns")
     check_flags(Flags(out_dtype=out_dtype), rows, None, out, None, x_name=name)
     return out.dtype
 

@@ -14,7 +14,7 @@ from fusednorm.calls import must_be_seen
 from fusednorm.calls.arithmetic import exact
 from fusednorm.calls.fast_path import nothing
 from fusednorm.calls.forward_mode import outer_levels, primals
-from fusednorm.declare.declaration import Declaration, Role
+from fusednorm.declare.declaration import WHOLE, Declaration
 from fusednorm.declare.plan import Flags, New, Operands, Plan
 from fusednorm.engine import run as engine
 from fusednorm.engine.run import as_new
@@ -209,7 +209,7 @@ class Operator:
             return self.by_formula(dict(zip(names, tensors, strict=True)), flags, needs)
 
         roles = [operand.role for operand in declaration.operands]
-        whole = [first + place for place, role in enumerate(roles) if role is Role.WEIGHT]
+        whole = [first + place for place, role in enumerate(roles) if role in WHOLE]
         sums = {result: first + place for result, place in enumerate(plan.places)}
         tensors = (*incoming, *operands.values())
         return dtensor_bridge.on_rows(formula, tensors, whole, sums, plan.joined_of(operands))
@@ -289,12 +289,12 @@ def _recorded(operator: Operator) -> type[torch.autograd.Function]:
         def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
             *tensors, flags = arguments
             roles = [operand.role for operand in declaration.operands]
-            if any(role is Role.WEIGHT and dim is not None for role, dim in zip(roles, in_dims, strict=False)):
+            if any(role in WHOLE and dim is not None for role, dim in zip(roles, in_dims, strict=False)):
                 found = torch.vmap(OfFormula.apply, (*in_dims[:-1], None))(*arguments)
             else:  # a batch of calls is one call with a dimension more
                 rows = [
                     t
-                    if t is None or role is Role.WEIGHT
+                    if t is None or role in WHOLE
                     else t.movedim(dim, 0)
                     if dim is not None
                     else t.expand(info.batch_size, *t.shape)

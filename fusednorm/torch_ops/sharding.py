@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.calls.quantization import Quantization, computed_by
-from fusednorm.declare.declaration import Role
+from fusednorm.declare.declaration import WHOLE, WITH_ROWS, Role
 from fusednorm.declare.plan import Plan
 from fusednorm.torch_ops.operator import DECLARED
 
@@ -166,6 +166,7 @@ class _Rule:
     """The only strategy of an operator: operands with rows meet in one placement, and every rank has the others whole.
 
     Results lie where the rows are; the gradient of a weight is a sum, of which each rank with other rows has a share.
+    Ranks that have all rows may have a part of a matrix each, and then have those columns of the products.
     """
 
     #: Of each tensor that the operator takes, by name; rows of the first ones decide where rows meet.
@@ -182,7 +183,7 @@ class _Rule:
     def __call__(self, schema: OpSchema) -> Any:
         schema.get_mesh_from_args()  # refuses operands on different meshes
         operands = _placed(schema)
-        deciding = [name for name, role in self.roles.items() if role is Role.ROWS and name in operands]
+        deciding = [name for name, role in self.roles.items() if role in WITH_ROWS and name in operands]
         if self.written:
             deciding = [name for name in self.written if name in operands]
         rows = common_rows(*(operands[name] for name in deciding), whole=self.joined(operands))
@@ -195,23 +196,58 @@ class _Rule:
                     f"last, the same as those of {other}; call the function that returns new tensors, or redistribute "
                     f"{name} before"
                 )
-        results = tuple(shares_of(rows) if role is Role.WEIGHT else rows for role in self.results)
+        columns = _columns(self.roles, operands, rows)
+        last = operands[deciding[0]].ndim - 1
+        results = tuple(_of_result(role, last, rows, columns) for role in self.results)
         if self.present is not None:
             there = self.present(schema.args_schema)
             results = tuple(spec if one else _replicated(rows) for spec, one in zip(results, there, strict=True))
-        inputs = [_of_role(self.roles[name], operand, rows) for name, operand in operands.items()]
+        inputs = [_of_role(self.roles[name], operand, rows, columns) for name, operand in operands.items()]
         outputs = None if self.written else results if len(results) > 1 else results[0]
         return OpStrategy([OpSpec(outputs, inputs, [[0.0]] * len(inputs))])
 
 
-def _of_role(role: Role, operand: DTensorSpec, rows: DTensorSpec) -> DTensorSpec:
-    """Where an operand lies: with the rows, whole on each rank, or, a table, with the rows of heads."""
+def _columns(roles: Mapping[str, Role], operands: Mapping[str, DTensorSpec], rows: DTensorSpec) -> tuple[bool, ...]:
+    """For each dimension of the mesh whether its ranks have parts of the matrix, and of the columns of products."""
+    parts = [
+        operand.placements
+        if roles[name] is Role.MATRIX
+        else tuple(Shard(0) if placement.is_shard(operand.ndim - 1) else placement for placement in operand.placements)
+        for name, operand in operands.items()
+        if roles[name] in (Role.MATRIX, Role.PRODUCTS)
+    ]
+    return tuple(
+        placement.is_replicate() and any(part[i].is_shard(0) for part in parts)
+        for i, placement in enumerate(rows.placements)
+    )
+
+
+def _split(spec: DTensorSpec, columns: Sequence[bool], placement: Any) -> DTensorSpec:
+    """The placements, with another one where ranks have columns."""
+    pairs = zip(spec.placements, columns, strict=True)
+    return DTensorSpec(spec.mesh, tuple(placement if of_columns else one for one, of_columns in pairs))
+
+
+def _of_result(role: Role, last: int, rows: DTensorSpec, columns: Sequence[bool]) -> DTensorSpec:
+    """Where a result lies: with the rows and columns; the gradient of what all rows take is a sum."""
+    if role in WHOLE:
+        return _split(shares_of(rows), columns, Shard(0))
+    return _split(rows, columns, Shard(last) if role is Role.PRODUCTS else Partial())
+
+
+def _of_role(role: Role, operand: DTensorSpec, rows: DTensorSpec, columns: Sequence[bool]) -> DTensorSpec:
+    """Where an operand lies: with the rows, whole on each rank, or, a table, with the rows of heads.
+
+    Parts of matrices, and of what has their columns, lie with these.
+    """
     if role is Role.TABLE:
         heads = operand.ndim - 1
         return DTensorSpec(
             rows.mesh, tuple(p if getattr(p, "dim", heads) < heads else Replicate() for p in rows.placements)
         )
-    return _replicated(rows) if role is Role.WEIGHT else rows
+    if role in WHOLE:
+        return _split(_replicated(rows), columns, Shard(0))
+    return _split(rows, columns, Shard(operand.ndim - 1)) if role is Role.PRODUCTS else rows
 
 
 def _register(name: str, rule: _Rule, static_argnum: int = 100) -> None:
