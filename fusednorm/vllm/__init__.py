@@ -68,8 +68,8 @@ def register() -> None:
     if found is None:
         _decline(
             f"FUSEDNORM_VLLM is {setting!r}, it must be one of {', '.join(MODES)}; "
-            f"with ',gpu' after the first three it holds for GPUs too, and with 'huggingface,{OWN_PRODUCTS}' vLLM keeps "
-            "its own products of matrices"
+            "with ',gpu' after the first three it holds for GPUs too, and "
+            f"with 'huggingface,{OWN_PRODUCTS}' vLLM keeps its own products of matrices"
         )
         return
     mode, on_gpus, with_products = found
@@ -102,11 +102,12 @@ def register() -> None:
             mode,
         )
         return
-    providers.prefer(mode, platform)
+    with_products = with_products and on_cpu
+    providers.prefer(mode, platform, f"{mode}, {'' if with_products else 'own '}products")
     _logger.info("fusednorm %s: vLLM prefers its provider %s (FUSEDNORM_VLLM=%s)", __version__, provider, setting)
     if on_cpu:
         layers.replace_in_workers(mode, platform, with_products)
-    if mode == HUGGINGFACE and not (on_cpu and with_products):
+    if mode == HUGGINGFACE and not with_products:
         _logger.info("fusednorm %s: vLLM keeps its own products of matrices", __version__)
 
 
