@@ -93,7 +93,9 @@ class Report(Counts):
         if self.any:
             undo = "fusednorm.transformers.unpatch(model) undoes it"
             fused = f"{self.adds} additions, {self.rotations} rotations and {self.gates} gates fused"
-            fused += f", {self.products} products and {self.tables} tables replaced" * bool(self.products or self.tables)
+            fused += f", {self.products} products and {self.tables} tables replaced" * bool(
+                self.products or self.tables
+            )
             lines.append(f"{self.norms} norms replaced, {fused}; {undo}")
         elif not self.before.any:
             lines.append("nothing in this model that fusednorm could replace: nothing was changed")
