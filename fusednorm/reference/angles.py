@@ -47,9 +47,8 @@ def cosine_and_sine(angle: Tensor) -> tuple[Tensor, Tensor]:
 
     NaN for a NaN, and for angles beyond 2^27, infinities among them.
     """
-    parts = [
-        _sine_and_cosine(part) for part in before_integers(angle, "torch.cos or torch.sin").reshape(-1).split(BLOCK)
-    ]
+    angles = before_integers(angle, "torch.cos or torch.sin").reshape(-1)
+    parts = [_sine_and_cosine(part) for part in torch.split(angles, BLOCK)]
     sin, cos = (parts[0] if len(parts) == 1 else torch.cat(parts, -1)).unbind()
     return cos.view(angle.shape), sin.view(angle.shape)
 
