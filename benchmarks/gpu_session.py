@@ -27,7 +27,7 @@ BENCH = ("python", "-P", "-m", "fusednorm", "bench", "--device", "cuda", "--back
 OPS = """norm layer_norm add_layer_norm norm_add norm_add_norm add_norm_int8 add_norm_fp8 add_norm_fp8_block
     rms_norm_quant layer_norm_quant fused_add_layer_norm_quant silu_and_mul_quant relu2_quant quantize gate
     silu_and_mul gelu_and_mul gelu_tanh_and_mul gelu relu2 softcap norm_gated l2_norm rotate qk_norm_rope
-    modulate log_softmax logsumexp selected_log_prob selected_log_prob_and_entropy norm_add_norm_backward
+    modulate linear log_softmax logsumexp selected_log_prob selected_log_prob_and_entropy norm_add_norm_backward
     silu_and_mul_backward norm_gated_backward qk_norm_rope_backward"""
 
 #: What is run, for how many seconds at most. Bits come first: without them no time matters.

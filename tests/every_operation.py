@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fusednorm
 from fusednorm import Quantization
 from fusednorm.compat import functional
-from fusednorm.declare.declaration import Role
+from fusednorm.declare.declaration import WHOLE, Role
 from fusednorm.operations.front_door import PUBLIC
 from fusednorm.quantizations import SGLANG_FP8_TOKEN, VLLM_FP8_TOKEN, VLLM_INT8_STATIC_AZP, VLLM_INT8_TOKEN_AZP_CPU
 
@@ -18,6 +18,7 @@ BF16, F32 = torch.bfloat16, torch.float32
 X, Z, D = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(0))
 Q, K = torch.randn(2, 4, 2, 6, generator=torch.Generator().manual_seed(1))
 WEIGHT, BIAS = torch.randn(2, 6, generator=torch.Generator().manual_seed(2))
+MATRIX = torch.randn(5, 6, generator=torch.Generator().manual_seed(4))
 COS, SIN = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(3))
 NUMBERS, SCALES = torch.ones(4, 6, dtype=torch.int8), torch.ones(4, 1)
 ADDED = {"x": X, "residual": Z, "weight": WEIGHT}
@@ -169,6 +170,7 @@ def of_role(role, count):
     if role is Role.SETTINGS:
         return rows[:, 0].abs() + 1
     whole = {Role.ROWS: rows, Role.SAMPLES: rows, Role.WEIGHT: (WEIGHT, BIAS)[count % 2]}
+    whole |= {Role.MATRIX: MATRIX, Role.COLUMNS: MATRIX[:, 0], Role.PRODUCTS: rows[:, :5]}
     return whole.get(role, rows[:, 0]).clone()
 
 
@@ -179,9 +181,9 @@ def right(name, operands, roles, first="x", kept=()):
     """
     others = [key for key in tensors(operands) if key != first]
     opposed = {roles[key] for key in others}
-    fit = {"wider": not kept, "a device": not others, "columns": not {Role.ROWS, Role.WEIGHT, Role.SAMPLES} & opposed}
-    fit["rows"] = opposed <= {Role.WEIGHT}
-    fit["one dimension more"] = opposed <= {Role.WEIGHT, Role.SAMPLES}
+    fit = {"wider": not kept, "a device": not others, "columns": not {Role.ROWS, Role.SAMPLES, *WHOLE} & opposed}
+    fit["rows"] = opposed <= {*WHOLE}
+    fit["one dimension more"] = opposed <= {Role.SAMPLES, *WHOLE}
     more = {Role.WEIGHT} if Role.OF_CHOSEN in opposed else {Role.WEIGHT, Role.CHOSEN}
     heads = {(name, key, "one dimension more") for key in others if roles[key] in more}
     return heads | {(name, first, kind) for kind, fits in fit.items() if fits}

@@ -306,11 +306,11 @@ def check_samples(name: str, operand: Tensor, x: Tensor, x_name: str, *, in_memo
 
 
 def check_products(
-    name: str, is_matrix: bool, operand: Tensor, shape: list[int], x: Tensor, x_name: str, *, in_memory: bool
+    name: str, operand: Tensor, shape: list[int], whose: str | None, x: Tensor, x_name: str, *, in_memory: bool
 ) -> None:
-    """A matrix, with rows of ``shape`` [N], or what has ``shape`` beside one; and that it has memory, if it must."""
+    """A number for each row of ``whose``, or a matrix, whose rows have the shape; and memory, if there must be."""
     check_floats(name, operand, x, x_name)
-    if is_matrix:
+    if whose is None:
         if operand.dim() != 2 or list(operand.shape[1:]) != shape:
             turned = operand.dim() == 2 and list(operand.shape[:1]) == shape
             row = f"a row as long as those of {x_name} for each element of a result"
@@ -320,8 +320,8 @@ def check_products(
             )
     elif list(operand.shape) != shape:
         raise ValueError(
-            f"{name} must have shape {shape}, a number for each element of a result, got {list(operand.shape)}; pass "
-            "one for each row of the weight"
+            f"{name} must have shape {shape}, a number for each row of {whose}, got {list(operand.shape)}; pass one "
+            "for each"
         )
     if in_memory:
         check_memory(name, operand)

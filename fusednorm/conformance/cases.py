@@ -12,7 +12,7 @@ import torch
 
 import fusednorm
 from fusednorm.calls.call import accumulator
-from fusednorm.conformance import oracle, oracle_gated, oracle_log_prob
+from fusednorm.conformance import oracle, oracle_gated, oracle_log_prob, oracle_products
 from fusednorm.declare.declaration import CONSTANT, Role
 from fusednorm.operations.listed import every
 from fusednorm.reference import norm as reference
@@ -141,15 +141,17 @@ TABLES = {name for one in OPERATIONS.values() for name, role in one.operands.ite
 
 
 def recorded(function, operands, incoming, **flags):
-    """Outputs and gradients of a public function, by name.
+    """Outputs and gradients of a public function, by name; without gradients where these are not exact.
 
     ``operands``: by name, None where one is absent; ``incoming``: the gradients of its outputs.
     """
     given = {name: t for name, t in operands.items() if t is not None}
     leaves = {name: t.detach().requires_grad_() for name, t in given.items() if name not in TABLES}
     outputs = listed(getattr(fusednorm, function)(**operands | leaves, **flags))
-    gradients = torch.autograd.grad(outputs, tuple(leaves.values()), incoming)
     found = dict(zip(NAMES[function][1], (output.detach() for output in outputs), strict=True))
+    if not OPERATIONS[function].exact_gradients:
+        return found
+    gradients = torch.autograd.grad(outputs, tuple(leaves.values()), incoming)
     return found | {f"d_{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
 
 
@@ -161,10 +163,10 @@ def of_oracle(function, operands, incoming, **flags):
     if next(iter(operands.values())).dtype != F64 and function != "l2_norm":  # which divides eps before
         with np.errstate(over="ignore"):
             flags = {name: float(np.float32(n)) if type(n) is float else n for name, n in flags.items()}
-    found = (vars(oracle) | vars(oracle_gated) | vars(oracle_log_prob))[function](
-        tuple(operands.values()), incoming, **flags
-    )
-    names = (*NAMES[function][1], *(f"d_{name}" for name in operands if name not in TABLES))
+    oracles = vars(oracle) | vars(oracle_gated) | vars(oracle_log_prob) | vars(oracle_products)
+    found = oracles[function](tuple(operands.values()), incoming, **flags)
+    gradients = operands if OPERATIONS[function].exact_gradients else ()
+    names = (*NAMES[function][1], *(f"d_{name}" for name in gradients if name not in TABLES))
     return {name: array for name, array in zip(names, found, strict=True) if array is not None}
 
 
@@ -174,10 +176,12 @@ def incoming_of(function, operands, out_dtype=None, residual_dtype=None):
     first = next(iter(operands.values()))
     like = {"residual_out": (operands.get("residual"), residual_dtype), "k_out": (operands.get("k"), None)}
     results = {result.name: result for result in OPERATIONS[function].results}
+    roles = [result.role for result in results.values()]
     found = []
     for name in NAMES[function][1]:
         rows, dtype = like.get(name, (first, out_dtype))
         shapes = {Role.NUMBERS: rows.shape[:-1], Role.OF_CHOSEN: getattr(operands.get("ids"), "shape", None)}
+        shapes[Role.PRODUCTS] = (*rows.shape[:-1], len(operands["weight"])) if Role.PRODUCTS in roles else None
         dtype = accumulator(rows.dtype) if results[name].wide else dtype
         shape = shapes.get(results[name].role, rows.shape)
         normal = torch.randn(shape, generator=generator, dtype=F64, device="cpu")

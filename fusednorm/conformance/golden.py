@@ -10,6 +10,7 @@ reference computes the bits. The script also refuses if the oracle, which shares
 import base64
 import inspect
 import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +40,7 @@ from fusednorm.conformance.cases import (
     recorded,
     weights_of,
 )
+from fusednorm.reference import norm as reference
 
 CASES = [
     Case(2, hidden, dtype, residual, weight, None, 1e-5, offset, round_sum, round_norm, data)
@@ -92,8 +94,8 @@ def decoded(value):
 
 _FOLDER = Path(__file__).parent
 SPECIFICATION = _FOLDER / f"golden-spec-{fusednorm.SPEC_VERSION}.json"
-COMPOSITIONS, QUANTIZED, GATED, LOG_PROB = (
-    _FOLDER / f"golden-{name}.json" for name in ("compositions", "quantized", "gated", "log-prob")
+COMPOSITIONS, QUANTIZED, GATED, LOG_PROB, PRODUCTS = (
+    _FOLDER / f"golden-{name}.json" for name in ("compositions", "quantized", "gated", "log-prob", "products")
 )
 
 
@@ -112,11 +114,12 @@ def _call(vector):
         flags = {name: vector[name] for name in names}
         vector = {**vector, "function": function, "flags": flags, "d_out": vector["dy"]}
     flags, (names, outputs) = dict(vector["flags"]), NAMES[function]
-    if flags.get("between"):
-        flags["between"] = getattr(torch, flags["between"])
+    flags |= {name: getattr(torch, flags[name]) for name in ("between", "out_dtype") if flags.get(name)}
     operands = {name: decoded(vector.get(name)) for name in names}
     if "quantization" in vector:
         flags["quantization"] = fusednorm.Quantization.parse(vector["quantization"])
+        return function, operands, (), flags
+    if not OPERATIONS[function].exact_gradients:
         return function, operands, (), flags
     return function, operands, [decoded(vector[f"d_{name}"]) for name in outputs], flags
 
@@ -519,6 +522,55 @@ def vectors_of_log_probabilities():
             yield _vector({"function": function, "flags": more}, inputs)
 
 
+def vectors_of_products():
+    """The vectors of products; ``spread``: the least and the greatest exponents of x and of the weight."""
+    none = ((0, 0), (0, 0))
+    for x_dtype, weight_dtype, bias_dtype, out_dtype, size, columns, spread in (
+        (BF16, BF16, BF16, None, 40, 5, none),
+        (BF16, BF16, None, F32, 133, 3, ((-4, 4), (-4, 4))),
+        (F16, F16, F16, None, 17, 3, none),
+        (F16, F16, F32, F32, 70, 2, ((-3, 3), (-3, 3))),
+        (F16, BF16, F32, F32, 15, 7, none),
+        (F32, F32, F32, None, 33, 5, none),
+        (F32, BF16, None, BF16, 16, 1, none),
+        (F32, F16, F16, None, 133, 2, none),
+        (BF16, F32, F16, F16, 17, 5, none),
+        (F64, F64, F64, None, 17, 3, none),
+        (F64, F16, F32, F16, 40, 5, ((-12, 2), (-12, 2))),
+        (BF16, BF16, BF16, None, 1, 1, none),
+        (F32, F16, None, None, 1, 4, none),
+        (BF16, BF16, BF16, F32, 40, 5, ((-75, -62), (-75, -62))),  # products that float32 does not hold
+        (BF16, BF16, None, F32, 33, 5, ((-85, -60), (-85, -60))),
+        (F16, BF16, None, BF16, 33, 3, ((-24, -2), (-125, -110))),
+        (BF16, BF16, None, F32, 17, 3, ((-64, 63), (-64, 63))),
+        (F32, F32, None, None, 33, 3, ((-80, -60), (-80, -60))),
+        (BF16, BF16, BF16, F32, 40, 5, ((60, 65), (60, 65))),  # products and sums beyond float32, of both signs
+        (F32, BF16, None, None, 40, 5, ((60, 65), (60, 65))),
+        (F16, F16, F16, None, 40, 5, ((7, 10), (3, 6))),
+    ):
+        generator = torch.Generator().manual_seed(size + columns)
+        inputs, of_bias = {}, tuple(a + b for a, b in zip(*spread, strict=True))
+        for name, dtype, shape, (least, greatest) in (
+            ("x", x_dtype, (2, size), spread[0]),
+            ("weight", weight_dtype, (columns, size), spread[1]),
+            ("bias", bias_dtype, (columns,), of_bias),
+        ):
+            normal = torch.randn(shape, generator=generator, dtype=F64)
+            scaled = normal * 2.0 ** torch.randint(least, greatest + 1, shape, generator=generator)
+            inputs[name] = None if dtype is None else reference.rounded(scaled, dtype)
+        yield _vector({"function": "linear", "flags": {"out_dtype": out_dtype and dtype_name(out_dtype)}}, inputs)
+    x, weight = torch.zeros(2, 17), torch.zeros(1, 17)
+    x[:, 0], x[:, 16], weight[:] = torch.tensor([-(2.0**63), 2.0**63]), 2.0**64, 2.0**64  # only a fused sum is finite
+    tensors = {"x": x.bfloat16(), "weight": weight.bfloat16(), "bias": None}
+    yield _vector({"function": "linear", "flags": {"out_dtype": None}}, tensors)
+    for dtype in (BF16, F16, F32, F64):  # infinities, NaNs and zeros of both signs, each with each
+        most = torch.finfo(dtype).max
+        first = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0, 1.0, most], dtype=dtype)
+        x, weight = (torch.nn.functional.pad(first.unsqueeze(-1), (0, 16), value=other) for other in (1.0, 0.0))
+        inputs = {"x": x, "weight": weight, "bias": -first}
+        yield _vector({"function": "linear", "flags": {"out_dtype": None}}, inputs)
+
+
 #: The files of the golden vectors, and the functions that make these.
 FILES = {
     SPECIFICATION: vectors,
@@ -526,6 +578,7 @@ FILES = {
     QUANTIZED: vectors_of_quantized,
     GATED: vectors_of_gated,
     LOG_PROB: vectors_of_log_probabilities,
+    PRODUCTS: vectors_of_products,
 }
 
 

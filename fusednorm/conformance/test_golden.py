@@ -23,7 +23,7 @@ FEW_LOG_PROB = "log-prob-2?"
 
 
 @pytest.mark.parametrize(("name", "index"), VECTORS)
-@pytest.mark.left_out(but=["spec-*", "gated-*", "quantized-*", FEW_LOG_PROB, *FEW])
+@pytest.mark.left_out(but=["spec-*", "gated-*", "quantized-*", "products-*", FEW_LOG_PROB, *FEW])
 @pytest.mark.left_out(
     *("cuda", "triton_ptx", "triton"),
     but=["spec-*", "gated-*", "compositions-*", FEW_LOG_PROB, *FEW_QUANTIZED],

@@ -116,6 +116,8 @@ class Declaration:
     #: one, in torch's operations, linear in the incoming gradients. Its first parameters name the incoming gradients of
     #: the results that are returned; it has the flags that it needs. None: the operation has no gradients.
     gradient: Callable[..., tuple[Tensor | None, ...]] | None = None
+    #: Whether the specification has the bits of the gradients.
+    exact_gradients: bool = True
     #: In place of a gradient, where the result is linear in the first operand and the others have no gradient: (the
     #: first operand's dtype, the other operands, the flags) -> others and flags, with which the operation takes the
     #: incoming gradient back. Either may then be float64 alone.

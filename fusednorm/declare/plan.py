@@ -312,7 +312,7 @@ class Plan:
             tensor = tensors[name]
             if isinstance(tensor, Tensor):
                 shape = list(self.shape(roles[name], operands))
-                check_role(name, roles[name], tensor, shape, rows, rows_name, in_memory)
+                check_role(name, roles[name], tensor, shape, rows, rows_name, in_memory, self.matrix)
                 wide = accumulator(rows.dtype)
                 if name in kept and tensor.dtype != wide:
                     raise TypeError(
@@ -383,9 +383,16 @@ _FITS: dict[Role, tuple[Callable[[torch.Size, torch.Size], bool], tuple[torch.dt
 
 
 def check_role(
-    name: str, role: Role, tensor: Tensor, shape: list[int], rows: Any, rows_name: str, in_memory: bool
+    name: str,
+    role: Role,
+    tensor: Tensor,
+    shape: list[int],
+    rows: Any,
+    rows_name: str,
+    in_memory: bool,
+    matrix: str | None = None,
 ) -> None:
-    """That an operand has its role beside the operand that decides, and the shape of that role."""
+    """That an operand has its role beside the operand that decides, and beside the matrix; and the role's shape."""
     if tensor is rows and name == rows_name:
         check_operands(tensor, None, None, None, None, in_memory=in_memory, x_name=name)
     elif role is Role.ROWS:
@@ -395,7 +402,8 @@ def check_role(
     elif role is Role.SAMPLES:
         check_samples(name, tensor, rows, rows_name, in_memory=in_memory)
     elif role in (Role.MATRIX, Role.COLUMNS, Role.PRODUCTS):
-        check_products(name, role is Role.MATRIX, tensor, shape, rows, rows_name, in_memory=in_memory)
+        of_rows = {Role.COLUMNS: matrix, Role.PRODUCTS: f"{rows_name} and of {matrix}"}.get(role)
+        check_products(name, tensor, shape, of_rows, rows, rows_name, in_memory=in_memory)
     elif role is not Role.TABLE:
         if role not in (Role.IDS, Role.CHOSEN):
             check_floats(name, tensor, rows, rows_name)

@@ -192,7 +192,7 @@ def dtype_of(
         return out_dtype
     check_operands(rows, None, None, out if like_rows else None, None, in_memory=False, x_name=name)
     if not like_rows:
-        check_floats("out", out, rows, name, "leave it out, and take the result that the call returns")
+        check_floats("out", out, rows, name, "allocate it with torch.empty, or leave it out")
     check_flags(Flags(out_dtype=out_dtype), rows, None, out, None, x_name=name)
     return out.dtype
 

@@ -21,6 +21,7 @@ _LINEAR = Operation(
         flags={"out_dtype": None},
         formula=products.linear,
         gradient=products.linear_gradients,
+        exact_gradients=False,
         tangent=products.linear_tangent,
     ),
 )

@@ -49,6 +49,8 @@ class Listed(NamedTuple):
     #: Further arguments of a call that :mod:`fusednorm.tools.check` makes; a role stands for an operand.
     sample: Mapping[str, Any] = {}
     differentiable: bool = True
+    #: Whether the specification has the bits of its gradients.
+    exact_gradients: bool = True
 
     @property
     def name(self) -> str:
@@ -72,7 +74,7 @@ class Listed(NamedTuple):
         return {name: value for name, value in self.sample.items() if self.defaults[name] is empty}
 
     def tensors(self, x: Tensor, other: Tensor, weight: Tensor | None) -> dict[str, Tensor | None]:
-        """Operands by name, of rows [M, N], of others, and of a weight [N] or None."""
+        """Operands by name, of rows [M, N], of others, which are also a matrix, and of a weight [N] or None."""
         roles = [*self.operands.values()]
         made: dict[str, Tensor | None] = {}
         for place, (name, role) in enumerate(self.operands.items()):
@@ -102,7 +104,9 @@ def _tensors(role: Role, heads: bool, x: Tensor, other: Tensor, weight: Tensor |
             return [t.view(len(x), -1, size) for t in (x, x.flip(0))] if heads else (x, other)
         case Role.WEIGHT:
             return (weight[:size], weight[-size:]) if heads and weight is not None else (weight, weight)
-        case Role.NUMBERS:
+        case Role.MATRIX:
+            return other, other.flip(0)
+        case Role.NUMBERS | Role.COLUMNS:
             return (other[:, 0],) * 2
         case Role.SETTINGS:
             return (other.detach()[:, 0].abs().nan_to_num(posinf=0.0) + 1,) * 2
@@ -179,6 +183,7 @@ def _declared(name: str, function: Callable[..., Any], operation: Operation) -> 
         operation.steps,
         {flag: value for flag, value in declaration.samples[-1].items() if flag in taken},
         declaration.gradient is not None,
+        declaration.exact_gradients,
     )
 
 

@@ -403,7 +403,12 @@ def as_autocast(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
     As torch does before its own products: float64, and what has no floating point, stays.
     """
     operands = x, *others
-    if not _autocast() or not isinstance(x, Tensor) or x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
+    if (
+        not _autocast()
+        or not isinstance(x, Tensor)
+        or x.dtype == torch.float64
+        or not torch.is_autocast_enabled(x.device.type)
+    ):
         return operands
     to = torch.get_autocast_dtype(x.device.type)
     stays = (torch.float64, to)

@@ -5,13 +5,14 @@ Torch's own have other last bits on other processors. All is computed in float64
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING
 
 import torch
 
 from fusednorm.calls.arithmetic import exact
-from fusednorm.reference.activations import SCHEMES, exponential, polynomial
+from fusednorm.reference.activations import SCHEMES, exponential
 from fusednorm.reference.log_prob import logarithm
 from fusednorm.reference.norm import before_integers, constant, rounded
 
@@ -29,29 +30,49 @@ SINE = tuple((-1) ** n / math.factorial(2 * n + 1) for n in range(1, 9))
 COSINE = tuple((-1) ** n / math.factorial(2 * n) for n in range(2, 10))
 
 
+#: Angles are taken in blocks of so many.
+BLOCK = 1 << 14
+
+
+@functools.cache
+def _pairs(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The coefficients of odd and of even powers of z, [4, 2, 1]: of sine and cosine, from the lowest power on."""
+    both = torch.tensor([SINE, COSINE], dtype=torch.float64, device=device).t().unsqueeze(-1)
+    return both[1::2].contiguous(), both[::2].contiguous()
+
+
 @exact
 def cosine_and_sine(angle: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin of angles in radians, of any shape and floating-point dtype, which is that of the results.
 
     NaN for a NaN, and for angles beyond 2^27, infinities among them.
     """
-    rounder = SCHEMES[torch.float64].rounder
-    x = before_integers(angle, "torch.cos or torch.sin").to(torch.float64)
-    x = torch.where(x.abs() <= GREATEST, x, torch.nan)
-    shifted = x * PER_QUARTER + rounder
-    k = shifted - rounder
+    angles = before_integers(angle, "torch.cos or torch.sin").reshape(-1)
+    parts = [_sine_and_cosine(part) for part in torch.split(angles, BLOCK)]
+    sin, cos = (parts[0] if len(parts) == 1 else torch.cat(parts, -1)).unbind()
+    return cos.view(angle.shape), sin.view(angle.shape)
+
+
+def _sine_and_cosine(angle: Tensor) -> Tensor:
+    """[N] -> [2, N]. Operations are few, because one token has few angles."""
+    x = angle.to(torch.float64)
+    x = x.masked_fill(x.abs() > GREATEST, torch.nan)
+    shifted = x * PER_QUARTER + SCHEMES[torch.float64].rounder
+    k = shifted - SCHEMES[torch.float64].rounder
     for part in QUARTERS:
         x = x - k * part
     z = x * x
     square = z * z
-    s = polynomial(z, square, SINE) * z * x + x
-    c = polynomial(z, square, COSINE) * square + (1 - z * 0.5)
+    odd, even = _pairs(angle.device)
+    *pairs, p = (z * odd + even).unbind()
+    for pair in reversed(pairs):
+        p = square * p + pair
+    of_sine, of_cosine = p.unbind()
+    s, c = of_sine * z * x + x, of_cosine * square + (1 - z * 0.5)
     quarter = shifted.view(torch.int64)  # of which the last two bits are those of k
-    odd = (quarter & 1).bool()
-    cos, sin = torch.where(odd, s, c), torch.where(odd, c, s)
-    cos = torch.where(((quarter + 1) & 2).bool(), -cos, cos)
-    sin = torch.where((quarter & 2).bool(), -sin, sin)
-    return rounded(cos, angle.dtype), rounded(sin, angle.dtype)
+    quarter = torch.stack((quarter, quarter + 1))  # a cosine is the sine of a quarter more
+    found = torch.where((quarter & 1).bool(), c, s)
+    return rounded(torch.where((quarter & 2).bool(), -found, found), angle.dtype)
 
 
 @exact

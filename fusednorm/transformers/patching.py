@@ -65,9 +65,8 @@ class Counts:
         return any(numbers)
 
     def __str__(self) -> str:
-        counted = f"{self.norms} norms, {self.adds} additions, {self.rotations} rotations, {self.gates} gates"
-        more = f", {self.products} products, {self.tables} tables" if self.products or self.tables else ""
-        return counted + more
+        more = f", {self.products} products, {self.tables} tables" if self.products + self.tables else ""
+        return f"{self.norms} norms, {self.adds} additions, {self.rotations} rotations, {self.gates} gates{more}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -93,8 +92,10 @@ class Report(Counts):
         if self.any:
             undo = "fusednorm.transformers.unpatch(model) undoes it"
             fused = f"{self.adds} additions, {self.rotations} rotations and {self.gates} gates fused"
-            fused += f", {self.products} products and {self.tables} tables replaced" * bool(self.products or self.tables)
-            lines.append(f"{self.norms} norms replaced, {fused}; {undo}")
+            more = (
+                f", {self.products} products and {self.tables} tables replaced" if self.products + self.tables else ""
+            )
+            lines.append(f"{self.norms} norms replaced, {fused}{more}; {undo}")
         elif not self.before.any:
             lines.append("nothing in this model that fusednorm could replace: nothing was changed")
         return "\n".join(lines)
@@ -186,8 +187,8 @@ def _patch(model: torch.nn.Module, kinds: set[str], products: bool) -> Report:
         outcomes.update(patch_products(model))
         outcomes.update(patch_tables(model))
     entries = tuple(Entry(name, count, replaced, what) for (name, replaced, what), count in outcomes.items())
-    *now, of_linear, of_tables = map(operator.sub, astuple(_count(model)), astuple(before))
-    report = Report(*now, entries, before, products=of_linear, tables=of_tables)
+    norms, adds, rotations, gates, of_linear, of_tables = map(operator.sub, astuple(_count(model)), astuple(before))
+    report = Report(norms, adds, rotations, gates, entries, before, products=of_linear, tables=of_tables)
     _logger.log(logging.INFO if report.any or before.any else logging.WARNING, "%s", report)
     return report
 

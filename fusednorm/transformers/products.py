@@ -31,9 +31,9 @@ class PatchedProduct(Patched):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The product of one argument. Other arguments are passed to the original class."""
         if len(args) == 1 and not kwargs and self._fusednorm and isinstance(args[0], Tensor):
-            operands = as_autocast(args[0], self.weight, self.bias)
-            if _fit(*operands, self._turned):
-                x, weight, bias = operands
+            own: Any = self
+            x, weight, bias = as_autocast(args[0], own.weight, own.bias)
+            if _fit(x, weight, bias, self._turned):
                 return linear(x, weight.t() if self._turned else weight, bias)
         return super().forward(*args, **kwargs)
 
@@ -105,7 +105,7 @@ def _reason(module: Any) -> str | None:
         return "torch.nn.MultiheadAttention takes its weight, and does not call it"
     if hasattr(module, "parametrizations"):
         return "its weight is computed in each call (torch.nn.utils.parametrize)"
-    weight = getattr(module, "weight", None)
+    weight: Any = getattr(module, "weight", None)
     if is_lazy(weight):
         return "its weight has no shape yet"
     if isinstance(weight, Tensor) and _stands_for_others(weight):

@@ -43,6 +43,8 @@ FITS |= {("qk_norm_rope_", "k", "wider"), ("temperature", "no tensor")}
 FITS |= RIGHT
 #: What is right alone, and then does not fit the others, which are named.
 OF_ROWS = {"x", "y", "z", "q", "k", "gate", "residual", "up", "cos", "sin", "ids", "logits"}
+ALONE = {(name, key, wrong) for name in FUNCTIONS for key in OF_ROWS for wrong in ("a device", "rows", "columns")}
+ALONE |= {("linear", "weight", "rows")}
 #: Wrong values of arguments that are no operands.
 FLAGS = dict.fromkeys(("eps", "weight_offset", "x_scale"), ("1", None, 1j, torch.ones(1), 10**400))
 FLAGS |= dict.fromkeys(("round_sum", "round_norm", "norm", "interleaved", "round_products"), (2, None, "no"))
@@ -78,7 +80,7 @@ def test_a_bad_operand_is_named(name, wrong):
         if FITS & {(name, key, wrong), (key, wrong)}:
             continue
         message = refused(function, operands | {key: WRONG[wrong](operands[key])})
-        if not (key in OF_ROWS and wrong in ("a device", "rows", "columns")):
+        if (name, key, wrong) not in ALONE:
             named = "k_out" if (name, key, wrong) == ("qk_norm_rope", "k", "wider") else key  # of k's dtype
             assert re.match(rf"{named} (must|is|has two|has elements)\b", message), (key, message)
             assert key.endswith("out") or re.search(SAID.get(wrong, ""), message), (key, message)

@@ -301,6 +301,7 @@ IN_TORCH = {
     "gelu": "gelu",
     "relu2": "relu square",
     "softcap": "div tanh mul",
+    "linear": "linear",
     "log_softmax": "log_softmax",
     "logsumexp": "logsumexp",
     "selected_log_prob": "log_softmax unsqueeze gather squeeze",

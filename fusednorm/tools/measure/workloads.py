@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fusednorm import Quantization, quantizations
-from fusednorm.declare.declaration import Role
+from fusednorm.declare.declaration import WHOLE, WITH_ROWS, Role
 from fusednorm.operations.gate import gate
 from fusednorm.operations.listed import Listed, every, head_size
 from fusednorm.operations.norm_gated import rms_norm_gated
@@ -52,7 +52,7 @@ class Measured(NamedTuple):
     @property
     def rows(self) -> int:
         """The number of large results."""
-        return sum(result.role is Role.ROWS for result in self.listed.results)
+        return sum(result.role in WITH_ROWS for result in self.listed.results)
 
     @property
     def quantization(self) -> Quantization | None:
@@ -75,7 +75,8 @@ class Measured(NamedTuple):
         """The bytes of the operands that a call takes and of those that it returns, without numbers of a row."""
         large = sum(role is Role.ROWS for role in self.inputs.values()) + self.rows
         quantized = self.quantization is not None
-        return rows * hidden_size * (itemsize * (large - quantized) + quantized)
+        of_matrix = hidden_size**2 * itemsize * (Role.MATRIX in self.listed.operands.values())
+        return rows * hidden_size * (itemsize * (large - quantized) + quantized) + of_matrix
 
     def calls(self, weight: Tensor, eps: float) -> Calls:
         """fusednorm's calls with a weight, [N].
@@ -127,12 +128,22 @@ class Measured(NamedTuple):
         known: dict[str, Any] = {"eps": eps, "shape": (-1, len(weight) // size, size), **self.flags}
         for name, role in self.listed.operands.items():
             if role in _CONSTANT:
-                known[name] = next(tables) if role is Role.TABLE else weight[:size] if heads else weight
+                known[name] = weight[:size] if heads else weight
+                if role is Role.TABLE:
+                    known[name] = next(tables)
+                elif role is Role.MATRIX:
+                    known[name] = _matrix(weight)
         return known
 
 
 #: The roles of operands that all calls have in common.
-_CONSTANT = (Role.WEIGHT, Role.TABLE)
+_CONSTANT = (*WHOLE, Role.TABLE)
+
+
+def _matrix(like: Tensor) -> Tensor:
+    """A matrix with as many rows as a row has elements; all dtypes and devices have the same numbers."""
+    at = torch.arange(len(like), device=like.device)
+    return (((at.unsqueeze(-1) * 7 + at * 13) % 61 - 30) / 32).to(like.dtype)
 
 
 def _compiled(takes: tuple[str, ...], text: str, known: Mapping[str, Any]) -> Callable[..., Any]:
@@ -193,6 +204,7 @@ IN_TORCH = {
     "gelu": "F.gelu(z)",
     "relu2": "F.relu(z).square()",
     "softcap": "cap * torch.tanh(x / cap)",
+    "linear": "F.linear(x, weight, bias)",
     "log_softmax": "F.log_softmax(logits, -1)",
     "logsumexp": "torch.logsumexp(logits, -1)",
     "selected_log_prob": "F.log_softmax(logits, -1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)",
