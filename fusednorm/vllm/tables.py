@@ -24,8 +24,8 @@ class Tables(torch.nn.Module):
 
 
 def _of_trainer(place: str) -> str:
-    around, layers, within = place.partition(".layers.")
-    return f"{around}.{within.rpartition('.')[2]}" if layers else place
+    around, layers, within = f".{place}".partition(".layers.")
+    return f"{around}.{within.rpartition('.')[2]}".removeprefix(".") if layers else place
 
 
 def exact() -> AbstractContextManager[Any]:

@@ -305,6 +305,8 @@ def test_contract(config, with_head):
     found = [str(step).removesuffix(", bfloat16") for step in fusednorm.contract(model).steps]
     parts = [f"model.layers.{i}.self_attn.{name}_proj: linear()" for i in range(2) for name in "qkvo"]
     rotations = [f"model.layers.{i}.self_attn: rotate(round_products=True)" for i in range(2)]
+    tables = [str(step) for step in fusednorm.contract(model.model).steps if step.operation == "cosine_and_sine"]
+    assert tables == ["rotary_emb: cosine_and_sine(), bfloat16"]  # of a part of the model
     assert sorted(found) == sorted([*parts, *rotations, "model.rotary_emb: cosine_and_sine()", "lm_head: linear()"])
 
 
