@@ -55,7 +55,7 @@ from fusednorm.operations.log_prob import (
     selected_log_prob_and_entropy,
 )
 from fusednorm.operations.modulate import modulate
-from fusednorm.operations.modules import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm, RMSNormGated
+from fusednorm.operations.modules import AddLayerNorm, AddRMSNorm, LayerNorm, Linear, RMSNorm, RMSNormGated
 from fusednorm.operations.norm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
 from fusednorm.operations.norm_gated import rms_norm_gated, rms_norm_gated_
 from fusednorm.operations.prewarm import prewarm
@@ -94,6 +94,7 @@ __all__ = [
     "AddRMSNorm",
     "BackendError",
     "LayerNorm",
+    "Linear",
     "Quantization",
     "RMSNorm",
     "RMSNormGated",

@@ -209,7 +209,7 @@ def train(kind, steps):
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         server = Server(folder, kind)
-    fusednorm.transformers.patch(model)
+    fusednorm.transformers.patch(model, products=kind == "huggingface")
     parameters = list(model.parameters())
     masters = [parameter.detach().float() for parameter in parameters]
     optimizer = torch.optim.Adam(masters, 2e-3)

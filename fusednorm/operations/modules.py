@@ -11,10 +11,12 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Size, Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from fusednorm.calls.checks import check_activation, check_dense, refuse_type
 from fusednorm.operations.layer_norm import fused_add_layer_norm, layer_norm
+from fusednorm.operations.linear import linear
 from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
 from fusednorm.operations.norm_gated import check_group_size, rms_norm_gated
 
@@ -391,6 +393,83 @@ class RMSNormGated(RMSNorm):
         return self._of_shape(y)
 
 
+#: Whether there is autocast on any device, which torch tells sooner than that of one device.
+_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+
+
+def as_autocast(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+    """The operands of a product, converted to autocast's dtype where that is on for the device of x.
+
+    As torch does before its own products: float64, and what has no floating point, stays.
+    """
+    operands = x, *others
+    if (
+        not _autocast()
+        or not isinstance(x, Tensor)
+        or x.dtype == torch.float64
+        or not torch.is_autocast_enabled(x.device.type)
+    ):
+        return operands
+    to = torch.get_autocast_dtype(x.device.type)
+    stays = (torch.float64, to)
+    return tuple(t if t is None or t.dtype in stays or not t.is_floating_point() else t.to(to) for t in operands)
+
+
+class Linear(torch.nn.Linear):
+    """``torch.nn.Linear`` by :func:`fusednorm.linear`: same arguments, same state_dict.
+
+    Under autocast operands are converted first, as torch converts them.
+
+    Args:
+        in_features: K, the length of rows.
+        out_features: N, the length of rows of the result.
+        bias: whether there is a bias.
+        device: of weight and bias.
+        dtype: of both.
+    """
+
+    @classmethod
+    def from_linear(cls, module: torch.nn.Linear) -> Linear:
+        """A module with the weight and the bias of another one: the same parameters, no copies.
+
+        It has the other one's training mode, and none of its hooks.
+
+        Args:
+            module: a ``torch.nn.Linear``, or of a subclass with its forward pass.
+
+        Raises:
+            TypeError: it is no such module.
+            ValueError: its weight is no parameter of its own, or has no shape yet.
+        """
+        if not isinstance(module, torch.nn.Linear) or type(module).forward not in (
+            torch.nn.Linear.forward,
+            Linear.forward,
+        ):
+            raise TypeError(
+                "module must be a torch.nn.Linear with torch's forward pass, whose product is that of its weight; got "
+                f"{type(module).__name__}"
+            )
+        weight = module._parameters.get("weight")
+        if weight is None or is_lazy(weight):
+            raise ValueError(
+                "module must have a weight with a shape as its own parameter; run a LazyLinear once, and remove "
+                "parametrizations (torch.nn.utils.parametrize.remove_parametrizations)"
+            )
+        made = cls(module.in_features, module.out_features, module.bias is not None, "meta", weight.dtype)
+        made.weight, made.bias = module.weight, module.bias
+        return made.train(module.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The product of x, ``[..., K]``, and the weight: ``[..., N]``, in x's dtype."""
+        if not isinstance(x, Tensor) and (node := _one_node(self, x)) is not None:
+            return cast(Tensor, node)
+        return linear(*as_autocast(x, self.weight, self.bias))
+
+    def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
+        """For :func:`fusednorm.contract`."""
+        return [("linear", {})]
+
+
 def _with_every_input(hook: Callable[..., Any], module: _AddNorm, inputs: tuple[Any, ...]) -> Any:
     result = hook(module, inputs)
     kept = len(inputs) if result is None else len(result) if isinstance(result, tuple) else 1
@@ -403,5 +482,5 @@ def _with_every_input(hook: Callable[..., Any], module: _AddNorm, inputs: tuple[
     return result
 
 
-for _class in (RMSNorm, AddRMSNorm, RMSNormGated, LayerNorm, AddLayerNorm):
+for _class in (RMSNorm, AddRMSNorm, RMSNormGated, LayerNorm, AddLayerNorm, Linear):
     _class.__module__ = "fusednorm"  # where users find it, whatever file it lies in: saved models have this name

@@ -54,14 +54,18 @@ class PatchedTables(Patched):
     Its state has the class of the tables that it returns, and the attributes with which it does so.
     """
 
-    _fusednorm: tuple[Any, Reads] = (tuple, Reads())
+    _fusednorm: Any = (tuple, Reads())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original class's result."""
-        tables, (kind, reads) = super().forward(*args, **kwargs), self._fusednorm
+        return self.known(super().forward(*args, **kwargs))
+
+    def known(self, tables: Any) -> Any:
+        """Tables, of their class where that is known."""
+        kind, reads, *_ = self._fusednorm
         # Tables of learned numbers may have gradients, which ours have not; a compiler does not show hooks' writes.
         seen = not is_dynamo_compiling() or bare(self)
-        fits = type(tables) is tuple and reads.hold(self) and seen and not tables[0].requires_grad
+        fits = kind is not None and type(tables) is tuple and reads.hold(self) and seen and not tables[0].requires_grad
         return kind(tables) if fits else tables
 
 
@@ -346,8 +350,8 @@ def patch_rotations(model: torch.nn.Module, norm: type, gates: bool = False) -> 
         gates: whether to replace the gates of such attention, too.
     """
     tables = {module: module._fusednorm for module in model.modules() if isinstance(module, PatchedTables)}
-    new = {module: state for module in model.modules() if (state := _tables_of(module)) is not None}
-    kinds = {kind.columns for kind, _ in (tables | new).values()}
+    new = {module: state for module in model.modules() if (state := table_states(module)) is not None}
+    kinds = {kind.columns for kind, *_ in (tables | new).values() if kind is not None}
     done = False
     for module in list(model.modules()):
         if isinstance(module, Patched):
@@ -372,7 +376,7 @@ def patch_rotations(model: torch.nn.Module, norm: type, gates: bool = False) -> 
         attach(module, PatchedTables, frozenset(), state, "tables")
 
 
-def _tables_of(module: torch.nn.Module) -> tuple[Any, Reads] | None:
+def table_states(module: torch.nn.Module) -> tuple[Any, Reads] | None:
     """The kind of a module's tables, if it may have some: it has no children, but buffers."""
     leaf = next(module.children(), None) is None
     reads = Reads()

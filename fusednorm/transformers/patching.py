@@ -7,7 +7,7 @@ import logging
 import operator
 from collections import Counter
 from collections.abc import Collection, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
@@ -17,8 +17,10 @@ from fusednorm.transformers.activations import PatchedActivations, patch_activat
 from fusednorm.transformers.attention import PatchedAttention, patch_rotations
 from fusednorm.transformers.modules import NormState, PatchedLayer, PatchedNorm, rewritten_layer
 from fusednorm.transformers.norms import Forms, forms
+from fusednorm.transformers.products import PatchedProduct, patch_products
 from fusednorm.transformers.reads import LeftAloneError, Reads
 from fusednorm.transformers.replacing import Outcome, Patched, attach, detach
+from fusednorm.transformers.tables import ExactTables, patch_tables
 
 _logger = logging.getLogger("fusednorm.transformers")
 
@@ -45,20 +47,26 @@ class Counts:
         adds: number of additions that are fused with a norm of the same module, in the branch of an if with fewer.
         rotations: number of attention modules whose q and k are rotated, and normalised if they are, in one call.
         gates: number of MLPs and experts whose activation and product are one call, and of activations that are one.
+        products: number of linear layers that fusednorm computes.
+        tables: number of modules that make tables of rotations with the same bits on every processor.
     """
 
     norms: int
     adds: int
     rotations: int
     gates: int
+    products: int = field(default=0, kw_only=True)
+    tables: int = field(default=0, kw_only=True)
 
     @property
     def any(self) -> bool:
         """Whether anything is patched."""
-        return bool(self.norms or self.adds or self.rotations or self.gates)
+        numbers = self.norms, self.adds, self.rotations, self.gates, self.products, self.tables
+        return any(numbers)
 
     def __str__(self) -> str:
-        return f"{self.norms} norms, {self.adds} additions, {self.rotations} rotations, {self.gates} gates"
+        more = f", {self.products} products, {self.tables} tables" if self.products + self.tables else ""
+        return f"{self.norms} norms, {self.adds} additions, {self.rotations} rotations, {self.gates} gates{more}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -84,7 +92,10 @@ class Report(Counts):
         if self.any:
             undo = "fusednorm.transformers.unpatch(model) undoes it"
             fused = f"{self.adds} additions, {self.rotations} rotations and {self.gates} gates fused"
-            lines.append(f"{self.norms} norms replaced, {fused}; {undo}")
+            more = (
+                f", {self.products} products and {self.tables} tables replaced" if self.products + self.tables else ""
+            )
+            lines.append(f"{self.norms} norms replaced, {fused}{more}; {undo}")
         elif not self.before.any:
             lines.append("nothing in this model that fusednorm could replace: nothing was changed")
         return "\n".join(lines)
@@ -95,12 +106,12 @@ class Report(Counts):
 def _count(model: torch.nn.Module) -> Counts:
     """Counts the patched parts of a model."""
     patched = [module for module in model.modules() if "_fusednorm" in module.__dict__]
-    norms, rotations, gates = (
+    norms, rotations, gates, products, tables = (
         sum(isinstance(module, kind) for module in patched)
-        for kind in (PatchedNorm, PatchedAttention, PatchedActivations)
+        for kind in (PatchedNorm, PatchedAttention, PatchedActivations, PatchedProduct, ExactTables)
     )
     adds = sum(len(module.rewritten.factors) for module in patched if isinstance(module, PatchedLayer))
-    return Counts(norms, adds, rotations, gates)
+    return Counts(norms, adds, rotations, gates, products=products, tables=tables)
 
 
 def _check(model: object) -> None:
@@ -120,6 +131,7 @@ def patch(
     *,
     activations: bool = True,
     steps: Collection[str] | None = None,
+    products: bool = False,
 ) -> Report:
     """Lets fusednorm compute the steps between a model's matrix products, with the model's own rounding.
 
@@ -133,6 +145,8 @@ def patch(
         activations: whether also to replace activations of MLPs, whose exponential has other last bits than torch's.
         steps: the kinds of steps to replace, of "norms", "additions" (with the norms around them), "rotations" and
             "gates"; None: all that this version knows, which may be more in the next one.
+        products: whether also to replace linear layers, whose sums then have one order on every processor and in every
+            batch, and the tables of rotations.
 
     Returns:
         A report. The logger ``fusednorm.transformers`` gets it too: at level INFO, or at level WARNING if nothing of
@@ -151,14 +165,14 @@ def patch(
         kinds.discard("gates")
     untouched = [module for module in model.modules() if not isinstance(module, Patched)]
     try:
-        return _patch(model, kinds)
+        return _patch(model, kinds, products)
     except BaseException:  # of the model's own code, for one
         for module in untouched:
             detach(module)
         raise
 
 
-def _patch(model: torch.nn.Module, kinds: set[str]) -> Report:
+def _patch(model: torch.nn.Module, kinds: set[str], products: bool) -> Report:
     before = _count(model)
     outcomes: Counter[Outcome] = Counter()
     if "norms" in kinds:
@@ -169,9 +183,12 @@ def _patch(model: torch.nn.Module, kinds: set[str]) -> Report:
         outcomes.update(patch_rotations(model, PatchedNorm, "gates" in kinds))
     if "gates" in kinds:
         outcomes.update(patch_activations(model))
+    if products:
+        outcomes.update(patch_products(model))
+        outcomes.update(patch_tables(model))
     entries = tuple(Entry(name, count, replaced, what) for (name, replaced, what), count in outcomes.items())
-    norms, adds, rotations, gates = map(operator.sub, astuple(_count(model)), astuple(before))
-    report = Report(norms, adds, rotations, gates, entries, before)
+    norms, adds, rotations, gates, of_linear, of_tables = map(operator.sub, astuple(_count(model)), astuple(before))
+    report = Report(norms, adds, rotations, gates, entries, before, products=of_linear, tables=of_tables)
     _logger.log(logging.INFO if report.any or before.any else logging.WARNING, "%s", report)
     return report
 

@@ -48,6 +48,9 @@ class Patched(torch.nn.Module):
         """
         return {}
 
+    def restore(self) -> None:
+        """Undoes a change of more than the class, before the class is changed back."""
+
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator] # as torch's compiler takes hooks
 def bare(module: torch.nn.Module) -> bool:
@@ -86,6 +89,8 @@ def attach(module: torch.nn.Module, mixin: type[Patched], norms: frozenset[str],
 
 def detach(module: torch.nn.Module) -> None:
     """Undoes :func:`attach`."""
+    if isinstance(module, Patched) and "_fusednorm" in module.__dict__:
+        module.restore()
     module.__dict__.pop("_fusednorm", None)
     if "_made_of" in vars(type(module)):
         change_class(module, vars(type(module))["_made_of"][0])

@@ -184,7 +184,7 @@ class Tables(tuple[Tensor, Tensor]):
     def __new__(cls, tables: Iterable[Tensor]) -> Tables:
         self = tuple.__new__(cls, tables)
         cos, sin = self
-        self._angles, self._written = (cls.to_angles(cos), cls.to_angles(sin)), _writes(self)
+        self._angles, self._written = (cls.to_angles(cos), cls.to_angles(sin)), writes(self)
         *batch, self.tokens, angles = self._angles[0].shape
         self.batch = batch[0] if batch else 1
         self.size, self.dtype, self.dims = 2 * angles, cos.dtype, cos.dim()
@@ -199,7 +199,7 @@ class Tables(tuple[Tensor, Tensor]):
         if is_dynamo_compiling():
             cos, sin = self
             return self.to_angles(cos), self.to_angles(sin)
-        written = _writes(self)
+        written = writes(self)
         if written != self._written or written is None:
             cos, sin = self
             if not (self.repeat(cos) and self.repeat(sin)):
@@ -258,7 +258,7 @@ class Pairs(Tables):
         return angles.repeat_interleave(2, -1)
 
 
-def _writes(tables: Iterable[Tensor]) -> list[int] | None:
+def writes(tables: Iterable[Tensor]) -> list[int] | None:
     """The number of writes to each table; None where torch counts none."""
     uncounted = is_dynamo_compiling() or any(table.is_inference() for table in tables)
     return None if uncounted else [table._version for table in tables]

@@ -5,9 +5,11 @@ vLLM calls :func:`register` in each of its processes (entry-point group ``vllm.g
 
 import logging
 import os
+from typing import NamedTuple
 
 from fusednorm.version import __version__
 from fusednorm.vllm import layers, providers
+from fusednorm.vllm.roundings import HUGGINGFACE
 
 __all__ = ["MODES", "register"]
 
@@ -17,14 +19,28 @@ _logger = logging.getLogger("vllm.fusednorm")
 #: The values of FUSEDNORM_VLLM, and the provider that vLLM then prefers. ``,gpu`` may follow all but the last.
 MODES = {**providers.BY_CONTRACT, "off": None}
 
+#: May follow ``huggingface``: vLLM keeps its own products of matrices.
+OWN_PRODUCTS = "own-products"
 
-def requested() -> tuple[str, bool] | None:
-    """The mode that FUSEDNORM_VLLM requests, and whether for GPUs too; None for a value that it may not have."""
+
+class Request(NamedTuple):
+    """The mode that FUSEDNORM_VLLM requests, whether for GPUs too, and whether matrices are fusednorm's on CPUs."""
+
+    mode: str
+    on_gpus: bool
+    products: bool
+
+
+def requested() -> Request | None:
+    """The request of FUSEDNORM_VLLM; None for a value that it may not have."""
     words = {word.strip() for word in (os.environ.get("FUSEDNORM_VLLM", "").strip() or "vllm").split(",")}
-    modes = words - {"gpu"} or {"vllm"}
+    modes = words - {"gpu", OWN_PRODUCTS} or {"vllm"}
     if len(modes) > 1 or not modes <= MODES.keys():
         return None
-    return modes.pop(), "gpu" in words
+    mode = modes.pop()
+    if OWN_PRODUCTS in words and mode != HUGGINGFACE:
+        return None
+    return Request(mode, "gpu" in words, mode == HUGGINGFACE and OWN_PRODUCTS not in words)
 
 
 def register() -> None:
@@ -36,7 +52,9 @@ def register() -> None:
     ``--ir-op-priority`` overrides it.
 
     On CPUs it also registers classes in place of vLLM's layers for gates, gated norms, rotations and Gemma's norm
-    (``layers.py``). vLLM's compiler looks for these layers on GPUs, so there they stay.
+    (``layers.py``). vLLM's compiler looks for these layers on GPUs, so there they stay. With ``huggingface`` vLLM's
+    unquantized linear layers and its head call ``fusednorm.linear`` (``products.py``), also on CPUs only, unless the
+    variable says ``huggingface,own-products``.
 
     On platforms other than CPUs vLLM prefers neither, unless the variable also says ``gpu``, as in ``vllm,gpu``: the
     kernels for GPUs have not been run on one. This function decides that, through vLLM's order of preference, and not
@@ -50,10 +68,11 @@ def register() -> None:
     if found is None:
         _decline(
             f"FUSEDNORM_VLLM is {setting!r}, it must be one of {', '.join(MODES)}; "
-            "with ',gpu' after the first three it holds for GPUs too"
+            "with ',gpu' after the first three it holds for GPUs too, and "
+            f"with 'huggingface,{OWN_PRODUCTS}' vLLM keeps its own products of matrices"
         )
         return
-    mode, on_gpus = found
+    mode, on_gpus, with_products = found
     provider = MODES[mode]
     if provider is None:
         _logger.info("fusednorm %s: FUSEDNORM_VLLM=off, vLLM keeps its own RMSNorm", __version__)
@@ -83,10 +102,13 @@ def register() -> None:
             mode,
         )
         return
-    providers.prefer(mode, platform)
+    with_products = with_products and on_cpu
+    providers.prefer(mode, platform, f"{mode}, {'' if with_products else 'own '}products")
     _logger.info("fusednorm %s: vLLM prefers its provider %s (FUSEDNORM_VLLM=%s)", __version__, provider, setting)
     if on_cpu:
-        layers.replace_in_workers(mode, platform)
+        layers.replace_in_workers(mode, platform, with_products)
+    if mode == HUGGINGFACE and not with_products:
+        _logger.info("fusednorm %s: vLLM keeps its own products of matrices", __version__)
 
 
 def _decline(reason: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from types import SimpleNamespace
@@ -22,6 +22,7 @@ from torch import Tensor
 from fusednorm.engine.choose import use_backend
 from fusednorm.operations import functions, gate, layer_norm, norm, norm_gated, rotate
 from fusednorm.version import __version__
+from fusednorm.vllm import products, tables
 from fusednorm.vllm.providers import AS_VLLM, ROUNDINGS
 from fusednorm.vllm.roundings import VLLM, Roundings, of, of_model
 
@@ -293,6 +294,8 @@ class Layer:
     within: bool = False
     #: Whether fusednorm also computes it where vLLM calls the class's own code: that calls an operation of the IR.
     by_provider: bool = False
+    #: Whether it makes a table of cosines and sines when it is made.
+    tables: bool = False
 
 
 def _layers() -> list[Layer]:
@@ -346,7 +349,12 @@ def _layers() -> list[Layer]:
         Layer("layernorm", "RMSNormGated", _rms_norm_gated_step, _rms_norm_gated, gated_norm, (x, z)),
         Layer("layernorm", "GemmaRMSNorm", *of_gemma, gemma, (x, z), by_provider=True),
         Layer(*mixer, _norm_of_gated_step, _norm_of_gated, {"weight": of_row, **groups}, (x, z)),
-        Layer("rotary_embedding", "RotaryEmbedding", *rotation, rotary, (positions, x, z), heirs=True, within=True),
+        Layer(
+            *("rotary_embedding", "RotaryEmbedding", *rotation, rotary, (positions, x, z)),
+            heirs=True,
+            within=True,
+            tables=True,
+        ),
         Layer(
             "rotary_embedding",
             "MRotaryEmbedding",
@@ -356,6 +364,7 @@ def _layers() -> list[Layer]:
             arguments=(of_image, x, z),
             heirs=True,
             within=True,
+            tables=True,
         ),
         Layer(
             "rotary_embedding.common",
@@ -376,8 +385,8 @@ def _vllms_rotation(*arguments: Any) -> Tensor:
     return rotated
 
 
-def replace_in_workers(contract: str, platform: Any) -> None:
-    """Has vLLM's layers replaced in the processes that make a model, and there only.
+def replace_in_workers(contract: str, platform: Any, with_products: bool) -> None:
+    """Has vLLM's layers replaced in the processes that make a model, and there only; its products too on request.
 
     Each imports the platform's kernels before. vLLM's other processes load none of its layers, so the plug-in does not
     either: they take a second.
@@ -386,11 +395,13 @@ def replace_in_workers(contract: str, platform: Any) -> None:
 
     @cache
     def once() -> None:
-        replaced, left = replace(contract)
+        replaced, left = replace(contract, with_products)
         names = ", ".join(replaced) or "none"
         _logger.info("fusednorm %s: computes these layers of vLLM where a model has them: %s", __version__, names)
         for reason in left:
             _logger.warning("fusednorm %s leaves a layer of vLLM as it was: %s", __version__, reason)
+        if with_products:
+            products.replace()
 
     def import_ir_kernels(cls: Any) -> None:
         platforms_own()
@@ -399,11 +410,12 @@ def replace_in_workers(contract: str, platform: Any) -> None:
     platform.import_ir_kernels = classmethod(import_ir_kernels)
 
 
-def replace(contract: str) -> tuple[list[str], list[str]]:
+def replace(contract: str, exact: bool) -> tuple[list[str], list[str]]:
     """Registers a class for each of vLLM's layers that is as known.
 
     Args:
         contract: whose roundings the layers have.
+        exact: whether tables of rotations have the same bits on every processor, as products have.
 
     Returns:
         The names of the classes that are replaced, and for each of the others the reason.
@@ -420,19 +432,22 @@ def replace(contract: str) -> tuple[list[str], list[str]]:
             if cls.__name__ in op_registry_oot:
                 left.append(f"another plug-in replaces {cls.__name__}")
                 continue
-            CustomOp.register_oot(name=cls.__name__)(ours := _class(cls, layer, contract))
+            CustomOp.register_oot(name=cls.__name__)(ours := _class(cls, layer, contract, exact))
             ours.name = cls.name  # by which the option `custom_ops` knows it
             replaced.append(cls.__name__)
     return replaced, left
 
 
-def _class(cls: Any, layer: Layer, contract: str) -> Any:
+def _class(cls: Any, layer: Layer, contract: str, exact: bool = False) -> Any:
     theirs = cls.forward_cpu
 
     def init(self: Any, *arguments: Any, **keywords: Any) -> None:
         from vllm.config import get_current_vllm_config
 
-        cls.__init__(self, *arguments, **keywords)
+        with tables.exact() if exact and layer.tables else nullcontext():
+            cls.__init__(self, *arguments, **keywords)
+        if exact and layer.tables:
+            self.fusednorm_tables = tables.Tables()
         if self._enforce_enable or self.enabled():
             self._forward_method = self.forward_cpu  # some of vLLM's classes put their `forward_native` here
         self._fusednorm_prepare(of_model(contract, get_current_vllm_config()))

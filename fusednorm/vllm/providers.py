@@ -126,16 +126,25 @@ def _rounds_as_known(vllms: Any) -> bool:
     return True
 
 
-def prefer(contract: str, platform: Any) -> None:
+def prefer(contract: str, platform: Any, key: str) -> None:
     """Puts a contract's provider into the platform's default order, which vLLM appends to the user's.
 
     With vLLM's rounding the provider comes just before the native implementation, because implementations that the
     platform prefers may round differently. With another rounding it comes first.
+
+    Args:
+        contract: whose norms the provider has.
+        platform: vLLM's.
+        key: what else decides vLLM's compiled code. vLLM keeps that code by its configuration, of which this becomes a
+            part.
     """
     platforms_own = platform.get_default_ir_op_priority
 
     def get_default_ir_op_priority(cls: Any, vllm_config: Any) -> Any:
         priorities = platforms_own(vllm_config)
+        additional = getattr(vllm_config, "additional_config", None)
+        if isinstance(additional, dict):
+            additional["fusednorm"] = key
         provider = provider_of(roundings.of_model(contract, vllm_config))
         for name in _PARAMETERS:
             order = list(getattr(priorities, name))

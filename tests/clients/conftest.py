@@ -19,6 +19,7 @@ def vllms(monkeypatch):
     import vllm.kernels  # noqa: F401 - adds vLLM's own providers
     from vllm.ir import ops
     from vllm.model_executor import custom_op
+    from vllm.model_executor.layers import linear, vocab_parallel_embedding
     from vllm.platforms import current_platform
 
     monkeypatch.delenv("FUSEDNORM_VLLM", raising=False)
@@ -27,6 +28,8 @@ def vllms(monkeypatch):
     # Also says that there is nothing of ours yet.
     for name in ("get_default_ir_op_priority", "import_ir_kernels"):
         monkeypatch.setattr(platform, name, getattr(platform, name))
+    for method in (linear.UnquantizedLinearMethod, vocab_parallel_embedding.UnquantizedEmbeddingMethod):
+        monkeypatch.setattr(method, "process_weights_after_loading", method.process_weights_after_loading)
     for op in (ops.rms_norm, ops.fused_add_rms_norm):
         assert "fusednorm" not in op.impls
         monkeypatch.setattr(op, "impls", dict(op.impls))

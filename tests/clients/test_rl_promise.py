@@ -23,7 +23,8 @@ def test_one_contract_and_each_sides_own(tmp_path, monkeypatch):
     one, own = json.loads((tmp_path / "json").read_text()).values()
     for step in one:
         assert len(set(step["digests"])) == 1
-        for kind in ("norms", "rotations", "gates", "log-probabilities of the same logits", "norm"):
+        same = "norms", "rotations", "gates", "matrix products", "log-probabilities of the same logits", "norm"
+        for kind in same:
             assert step["steps"][f"{kind}: rows"] > 0
             assert step["steps"][f"{kind}: differ"] == 0
         assert step["logprobs_mean_difference"] < 0.1  # else it is another model

@@ -545,7 +545,7 @@ def contract_of(model):
 
 def test_contract_of_the_familys_rounding(vllms, monkeypatch):
     """A rotation that layers share is a step of each. Norms are listed where vLLM prefers a provider of fusednorm's."""
-    monkeypatch.setenv("FUSEDNORM_VLLM", "huggingface")
+    monkeypatch.setenv("FUSEDNORM_VLLM", "huggingface,own-products")
     register()
     model = engines_model()
     within = [f"layers.{i}: {step}" for i in range(2) for step in ("rotate(round_products=True)", "silu_and_mul()")]

@@ -44,7 +44,7 @@ def difference(folder, setting):
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
     shown = [line.split() for line in done.stdout.splitlines()]
     digests = [words[2] for words in shown if words[1:2] == ["sha256"]]
-    shares = {words[0]: words[2] for words in shown if len(words) == 3 and words[0].startswith("model.")}
+    shares = {words[0]: words[2] for words in shown if len(words) == 3 and words[0].startswith(("model.", "lm_head"))}
     return done.returncode, digests, shares, done.stdout + done.stderr
 
 
@@ -55,15 +55,21 @@ def steps(family):
     return {"model.norm", *(f"model.layers.*.{name}" for name in (*norms, "self_attn", "mlp"))}
 
 
+def products():
+    """Of both families. The engine joins three and two of them."""
+    projections = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
+    return {"lm_head", *(f"model.layers.*.{part}.{name}" for part, names in projections.items() for name in names)}
+
+
 @pytest.mark.parametrize("family", ["Qwen3", pytest.param("Gemma2", marks=pytest.mark.slow)])
 def test_both_sides_agree(tmp_path, family):
-    """Equal digests, and equal bits in norms, rotations and gates; the log says which contract is in force."""
+    """Equal digests, and equal bits in all steps and products; the log says which contract is in force."""
     save(tmp_path, family)
     status, digests, shares, said = difference(tmp_path, "huggingface")
     assert status == 0, said
     assert len(digests) == 2
     assert digests[0] == digests[1]
-    assert shares == dict.fromkeys(steps(family), "100%")
+    assert shares == dict.fromkeys(steps(family) | products(), "100%")
     assert "rows again, from the engine's inputs" in said
     assert f"rounds as transformers' {family}ForCausalLM: norm" in said
 

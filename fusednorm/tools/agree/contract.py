@@ -120,13 +120,17 @@ def with_steps(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """The modules that have steps, by the name of the steps.
 
     A module of an engine is a step of the module around it, and of several where they share it, as layers a rotation.
+    It may have names of its own, which it is asked for: a product is a step of each layer that the engine joins.
     """
     seen: set[torch.nn.Module] = set()
     for path, module in model.named_modules(remove_duplicate=False):
         within = getattr(type(module), "_fusednorm_within", False)
         if hasattr(type(module), "_fusednorm_steps") and (within or module not in seen):
             seen.add(module)
-            yield ".".join(part for part in path.split(".")[: -1 if within else None] if part not in _WRAPPERS), module
+            place = ".".join(part for part in path.split(".")[: -1 if within else None] if part not in _WRAPPERS)
+            named = getattr(type(module), "_fusednorm_names", None)
+            for name in [place] if named is None else named(module, model, place):
+                yield name, module
 
 
 def _that_matter(operation: str, flags: dict[str, Any], of_rows: dtype, length: int | None) -> dict[str, Any]:

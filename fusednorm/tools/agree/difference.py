@@ -218,10 +218,10 @@ def _beside_the_engine(arguments: argparse.Namespace, console: Console) -> int:
     if not arguments.a.is_dir() or not arguments.prompt or arguments.patch:
         raise UnusableError("beside vllm, A must be a model's folder, --prompt TEXT is needed, and --patch is not")
     trainer, inputs = load(arguments.a, arguments.prompt)
-    transformers.patch(trainer)
     dtype = next(trainer.parameters()).dtype
     with contextlib.redirect_stdout(sys.stderr):  # to which vLLM logs: the output is the comparison's alone
         calls, of_engine = engine.answered(arguments.a, inputs["input_ids"][0].tolist(), dtype)
+    transformers.patch(trainer, products=any(step.operation == "linear" for step in of_engine.steps))
     of_trainer = contract(trainer)
     for side, digest in (("trainer", of_trainer.digest), ("engine", of_engine.digest)):
         console.print(f"{side}: sha256 {digest}", markup=False, soft_wrap=True)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusednorm.operations.modules import Linear
 from fusednorm.tools.agree.bits import count_differing
 from fusednorm.tools.agree.contract import Contract, contract, with_steps
 from fusednorm.tools.agree.share import Share
@@ -23,6 +24,8 @@ from fusednorm.tools.cli import UnusableError
 from fusednorm.transformers.activations import PatchedActivations, PatchedRelu2
 from fusednorm.transformers.attention import PatchedAttention, PatchedTables
 from fusednorm.transformers.modules import PatchedNorm
+from fusednorm.transformers.products import PatchedProduct
+from fusednorm.vllm.products import Product
 
 #: Tokens that the engine computes after the prompt, one in a batch.
 _MORE = 4
@@ -30,9 +33,12 @@ _MORE = 4
 
 @dataclass
 class Call:
-    """A step that the engine computed: its inputs, as they were before the call, and its results."""
+    """A step that the engine computed: its inputs, as they were before the call, and its results.
 
-    name: str
+    The result of a product that the engine joins of several has several names, and the columns of each.
+    """
+
+    names: tuple[str, ...]
     arguments: tuple[Any, ...]
     results: list[Tensor]
     head_size: int | None
@@ -80,16 +86,17 @@ def _listen(model: torch.nn.Module, calls: list[Call]) -> list[Any]:
 
 def _hooks(module: torch.nn.Module, names: list[str], calls: list[Call]) -> Iterator[Any]:
     given: list[tuple[Any, ...]] = []
+    product = isinstance(module, Product)  # its other arguments are weights, which the trainer has
     numbers = iter(range(2**62))  # a module that several layers share is called by one after the other
 
     def before(_: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
-        given.append(copy.deepcopy(arguments))
+        given.append(copy.deepcopy(arguments[:1] if product else arguments))
 
     def after(_: torch.nn.Module, arguments: Any, results: Any) -> None:
         several = results if isinstance(results, tuple) else (results,)
         kept = [one.clone() for one in several if isinstance(one, Tensor)]
-        name = names[next(numbers) % len(names)]
-        calls.append(Call(name, given.pop(), kept, getattr(module, "head_size", None)))
+        of_call = names if product else [names[next(numbers) % len(names)]]
+        calls.append(Call(tuple(of_call), given.pop(), kept, getattr(module, "head_size", None)))
 
     yield module.register_forward_pre_hook(before)
     yield module.register_forward_hook(after)
@@ -107,17 +114,23 @@ def replayed(trainer: torch.nn.Module, calls: list[Call]) -> tuple[list[Share], 
     found: dict[str, Share] = {}
     rows = 0
     for call in calls:
-        again = _again(trainer, modules.get(call.name), call)
-        if again is None:
-            found[call.name] = Share(call.name, reason="only in the engine")
-            continue
-        before = found.get(call.name, Share(call.name))
-        differing = sum(map(count_differing, again, call.results))
-        elements = sum(one.numel() for one in call.results)
-        found[call.name] = Share(call.name, before.elements + elements, before.equal + elements - differing)
-        rows += sum(one.numel() // one.shape[-1] for one in call.results)
-    # An addition is a part of the engine's norm after it, or torch's.
-    steps = [step.name for step in contract(trainer).steps if step.operation not in ("add", "scale")]
+        several = [_again(trainer, modules.get(name), call) for name in call.names]
+        first = 0  # of the columns that are left
+        for name, again in zip(call.names, several, strict=True):
+            results = call.results
+            if any(one is None for one in several) or again is None:
+                found[name] = Share(name, reason="only in the engine")
+                continue
+            if isinstance(modules[name], PatchedProduct | Linear):
+                end = first + again[0].shape[-1]  # the engine's head has more, for a whole number of blocks
+                first, results = end, [results[0][..., first:end]]
+            before = found.get(name, Share(name))
+            differing = sum(map(count_differing, again, results))
+            elements = sum(one.numel() for one in results)
+            found[name] = Share(name, before.elements + elements, before.equal + elements - differing)
+            rows += sum(one.numel() // one.shape[-1] for one in results)
+    # An addition is a part of the engine's norm after it, or torch's; tables are a part of each rotation.
+    steps = [step.name for step in contract(trainer).steps if step.operation not in ("add", "scale", "cosine_and_sine")]
     left = [Share(name, reason="only in the trainer") for name in steps if name not in found]
     return [*found.values(), *left], rows
 
@@ -125,6 +138,8 @@ def replayed(trainer: torch.nn.Module, calls: list[Call]) -> tuple[list[Share], 
 def _again(trainer: torch.nn.Module, module: Any, call: Call) -> list[Tensor] | None:
     """The results of the trainer's module for an engine's inputs; None if it has no such step."""
     match module, *copy.deepcopy(call.arguments):
+        case PatchedProduct() | Linear(), x:
+            return [module(x)]
         case PatchedNorm(), x:
             return [module(x)]
         case PatchedNorm(), x, gate if module._fusednorm.gated:
