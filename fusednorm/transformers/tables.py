@@ -25,8 +25,9 @@ from fusednorm.transformers.rotations import writes
 
 @torch.library.custom_op("fusednorm_transformers::cosine_and_sine", mutates_args=())
 def _operator(angle: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin as one step of compiled code."""
-    return angles.cosine_and_sine(angle)
+    """cos and sin as one step of compiled code, each in memory of its own."""
+    cos, sin = angles.cosine_and_sine(angle)
+    return cos.clone(), sin.clone()
 
 
 @_operator.register_fake
@@ -49,8 +50,10 @@ class Exact(TorchFunctionMode):
         return func(*args, **(kwargs or {})) if found is None else found
 
     def both(self, angle: Tensor) -> tuple[Tensor, Tensor] | None:
-        """cos and sin of angles; None where fusednorm has none."""
+        """cos and sin of angles; None where fusednorm has none, or a gradient is recorded."""
         if not (isinstance(angle, Tensor) and angle.is_floating_point()) or angle.device.type == "mps":
+            return None
+        if angle.requires_grad and torch.is_grad_enabled():
             return None
         if is_dynamo_compiling() or type(angle) not in (Tensor, torch.nn.Buffer, torch.nn.Parameter):
             return _operator(angle)  # type: ignore[no-any-return]
@@ -85,7 +88,9 @@ def _power(mode: Exact, base: Any, exponent: Any) -> Tensor | None:
         return None
     dtype = torch.result_type(base, exponent)
     tensors = [one for one in (base, exponent) if isinstance(one, Tensor)]
-    if not dtype.is_floating_point or any(one.device.type == "mps" or one.requires_grad for one in tensors):
+    if not dtype.is_floating_point or any(one.device.type == "mps" for one in tensors):
+        return None
+    if torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
         return None
     return angles.power(base, exponent, dtype)
 
