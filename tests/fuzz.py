@@ -357,6 +357,19 @@ def modulate(given):
     given.output("out", shape, given.some_dtype() if given.chance(0.1) else given.dtype)
 
 
+def products(given):
+    shape = given.shape()
+    room = max(1, ROOM // 24 // max((1, *shape[-1:])))
+    columns = 0 if given.chance(0.02) else given.random.randint(1, min(room, given.random.choice((3, 20, 70))))
+    given.operand("x", shape, given.dtype)
+    given.operand("weight", (columns, *shape[-1:]))
+    if given.chance(0.6):
+        given.operand("bias", (columns,))
+    given.flag(0.2, "out_dtype", given.some_dtype())
+    given.gradients = given.chance(0.2)
+    given.output("out", (*shape[:-1], columns), given.some_dtype() if given.chance(0.1) else given.dtype)
+
+
 def log_probabilities(given):
     """Of whole rows, or of ids, with steps before the softmax."""
     shape = given.shape()
@@ -499,6 +512,7 @@ OPERATIONS = {
     "layer_norm": norm,
     "fused_add_layer_norm": norm,
     "modulate": modulate,
+    "linear": products,
     "rms_norm_add_rms_norm": two_norms,
     "rms_norm_add": two_norms,
     "gate": a_gate,

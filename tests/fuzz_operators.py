@@ -78,6 +78,7 @@ class Call:
         if self.name.startswith("affine"):  # between other operations, in the type of the computation
             self.dtype = self.wide
         self.heads, self.pairs = random.choice((1, 2, 5)), random.choice((0, 1, hidden // 2, hidden // 4))
+        self.columns = random.choice((0, 1, 5))
         self.given = {}
         for argument in getattr(OPS, self.name).default._schema.arguments:
             self.given[argument.name] = self.argument(argument.name, str(argument.type))
@@ -157,6 +158,12 @@ class Call:
                 return self.operand(self.shape[-2:] if of_heads else self.shape[-1:], absent=absent)
             case Role.NUMBERS | Role.SETTINGS:
                 return self.operand(self.shape[:-1], self.wide)
+            case Role.MATRIX:
+                return self.operand((self.columns, self.shape[-1]))
+            case Role.COLUMNS:
+                return self.operand((self.columns,), absent=absent)
+            case Role.PRODUCTS:
+                return self.operand((*self.shape[:-1], self.columns))
             case Role.TABLE:
                 width = self.shape[-1] if self.wrong and random.random() < 0.1 else self.pairs
                 return self.operand((*self.shape[:-1], width), torch.float32)

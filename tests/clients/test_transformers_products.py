@@ -1,4 +1,4 @@
-"""``patch(model, products=True)``: linear layers by fusednorm.linear, and tables of rotations with the same bits everywhere."""
+"""``patch(model, products=True)``: linear layers by fusednorm.linear, and tables with the same bits everywhere."""
 
 import copy
 import hashlib
@@ -112,7 +112,7 @@ def same(one, other):
 
 @family
 def test_every_product_is_linear(name):
-    """Each module's result is that of fusednorm.linear, a row of it alone too; numbers of the report; a second patch."""
+    """Each module returns what fusednorm.linear returns, also for a row alone; the report; a second patch."""
     *_, products, of_tables = FAMILIES[name]
     model = build(name)
     keys = list(model.state_dict())
@@ -209,6 +209,8 @@ def test_a_tied_head_stays_tied():
 
 
 class Scaled(torch.nn.Linear):
+    """It computes more than a product."""
+
     def forward(self, x):
         return super().forward(x) * 2
 
@@ -218,6 +220,8 @@ class Named(torch.nn.Linear):
 
 
 class Twice(torch.nn.Module):
+    """A parametrization."""
+
     def forward(self, weight):
         return 2 * weight
 

@@ -6,12 +6,14 @@ import pytest
 import torch
 from toys import PICK, SCALED
 
+from fusednorm import linear
 from fusednorm.backends import cpu
 from fusednorm.calls import c_abi
 from fusednorm.calls.call import Call
 from fusednorm.declare.declaration import Declaration, Operand, Role
 from fusednorm.declare.plan import Plan
 from fusednorm.engine import run
+from fusednorm.operations.front_door import PUBLIC
 from fusednorm.reference import norm as reference
 
 F32, I32, I64 = torch.float32, torch.int32, torch.int64
@@ -144,6 +146,32 @@ def test_sums_over_rows_have_the_order_of_rowsum(dtype):
             assert dscale.equal(wanted[0]), (lies, others, threads, variant)
             assert dshift.equal(wanted[1]), (lies, others, threads, variant)
             assert dy.equal((d.to(wide) * (scale.to(wide) + 1)).to(dtype))
+
+
+def test_a_matrix_is_given_whole(made):
+    """Packed, and not once for each row, beside rows of another length in new memory or in the caller's."""
+    plan = PUBLIC[linear].plan
+    x, bias = torch.zeros(4, 3, 16)[:, :2, :8], torch.zeros(5, 2)[:, 0]
+    operands, flags = {"x": x, "weight": torch.zeros(8, 5).t(), "bias": bias}, {"out_dtype": torch.bfloat16}
+    (new,) = run.forward(plan, operands, flags)
+    wide = torch.zeros(4, 2, 9, dtype=torch.bfloat16)[..., :5]
+    assert run.forward(plan, operands | {"bias": None}, flags, {"out": wide}) == (wide,)
+    steps, calls = made
+    assert [step.name for (step,) in steps] == ["linear"] * 2
+    assert (new.shape, new.dtype) == ((4, 2, 5), torch.bfloat16)
+    for call, out, lies in zip(calls, (new, wide), ((10, 5), (18, 9)), strict=True):
+        assert [*call.tensors] == ["x", "weight", "bias", "out"]
+        assert call.tensors["x"] is x
+        assert call.tensors["out"] is out
+        assert (call.tensors["weight"].shape, call.tensors["weight"].stride()) == ((5, 8), (8, 1))
+        assert call.strides == {"x": (48, 16), "out": lies}
+        assert (call.hidden_size, call.rows, call.inner, call.flags) == (8, 8, 2, {})
+    assert calls[0].tensors["bias"].is_contiguous()
+    assert calls[1].tensors["bias"] is None
+    for fewer in ({"x": x[:0]}, {"weight": torch.zeros(0, 8), "bias": None}):
+        (none,) = run.forward(plan, operands | fewer, flags)
+        assert none.numel() == 0
+    assert len(calls) == 2
 
 
 def test_without_a_backend_the_formula_serves(monkeypatch):
