@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -141,9 +142,13 @@ class ExactTables(PatchedTables):
         """The original class's result, of exact functions."""
         if not self._fusednorm:
             return super(PatchedTables, self).forward(*args, **kwargs)
+        ahead = None if is_dynamo_compiling() or kwargs.keys() - {"position_ids"} else _of_one(self, *args, **kwargs)
+        return self.known(self.exact(*args, **kwargs) if ahead is None else ahead)
+
+    def exact(self, *args: Any, **kwargs: Any) -> Any:
+        """The result of the original class's code with exact functions."""
         with Exact():
-            tables = super(PatchedTables, self).forward(*args, **kwargs)
-        return self.known(tables)
+            return super(PatchedTables, self).forward(*args, **kwargs)
 
     def restore(self) -> None:
         """Puts the frequencies back that the module had."""
@@ -152,6 +157,67 @@ class ExactTables(PatchedTables):
     def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
         """For :func:`fusednorm.contract`."""
         return [("cosine_and_sine", {})]
+
+
+#: Positions whose tables are made at once.
+_AHEAD = 64
+#: Modules whose frequencies are the same for all positions, by this attribute or its values.
+_STEADY = {"default", "linear", "llama3", "yarn", "proportional"}
+
+
+class _Block(NamedTuple):
+    """The tables of positions in a row, from a multiple of their number on."""
+
+    #: The first position, the dtype and the device of the tables, and the writes to the buffers, by their ids.
+    key: Any
+    #: Kept, so that no other tensor gets their ids.
+    buffers: list[Tensor]
+    #: cos and sin, [1, _AHEAD, columns]; None where they are not those of single positions.
+    tables: tuple[Tensor, Tensor] | None
+
+
+#: The last block of each module, which is not a part of it: copies and pickles have none.
+_blocks: WeakKeyDictionary[torch.nn.Module, dict[Any, _Block]] = WeakKeyDictionary()
+
+
+def _of_one(module: ExactTables, x: Any, position_ids: Any, *layer: Any) -> tuple[Tensor, Tensor] | None:
+    """The tables of one token, as decoding asks for, from those of a block of positions; None where there are none.
+
+    A call of the module's own code with exact functions takes longer than a step of decoding should wait.
+    """
+    if type(position_ids) is not Tensor or position_ids.shape != (1, 1) or position_ids.dtype != torch.int64:
+        return None
+    own = module._fusednorm
+    steady = getattr(module, "rope_type", None)
+    steady = set(steady.values()) if isinstance(steady, dict) else {steady}
+    if own.kind is None or not steady <= _STEADY or position_ids.device.type != "cpu" or torch.jit.is_tracing():
+        return None
+    buffers = [buffer for buffer in module._buffers.values() if buffer is not None]
+    written = writes(buffers)
+    position = position_ids.item()
+    if written is None or position < 0 or not own.reads.hold(module):
+        return None
+    first = position // _AHEAD * _AHEAD
+    key = first, x.dtype, x.device, written, [*map(id, buffers)]
+    of_module = _blocks.setdefault(module, {})
+    block = of_module.get(layer)
+    if block is None or block.key != key:
+        block = of_module[layer] = _Block(key, buffers, _made(module, x, position_ids, first, layer))
+    if block.tables is None:
+        return None
+    row = slice(position - first, position - first + 1)
+    return block.tables[0][:, row].clone(), block.tables[1][:, row].clone()
+
+
+def _made(module: ExactTables, x: Tensor, one: Tensor, first: int, layer: Any) -> tuple[Tensor, Tensor] | None:
+    """The tables of a block, if the row of one position is its table."""
+    block = module.exact(x, torch.arange(first, first + _AHEAD, device="cpu")[None], *layer)
+    alone = module.exact(x, one, *layer)
+    at = int(one) - first
+    if not all(type(tables) is tuple and len(tables) == 2 for tables in (block, alone)):
+        return None
+    fit = all(table[:, at : at + 1].equal(row) for table, row in zip(block, alone, strict=True))
+    return block if fit else None
 
 
 #: The attributes of a module that go with its frequencies, as transformers' modules have them.

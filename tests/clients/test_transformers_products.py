@@ -434,6 +434,59 @@ def test_a_module_whose_tables_are_not_known():
     assert found[3].equal((-angles) ** 3)
 
 
+@pytest.mark.parametrize("name", ["Llama", "Gemma3"])
+def test_one_token_has_the_tables_of_its_position(name):
+    """In any sequence of positions, after writes to results and to frequencies, and with a new scaling or dtype."""
+    model = build(name, torch.float32)
+    fusednorm.transformers.patch(model, products=True)
+    rotary = model.model.rotary_emb
+    x, layers = torch.ones(1, 1, 48), [(layer,) for layer in getattr(rotary, "layer_types", ())] or [()]
+
+    def check(x=x):
+        whole = [rotary(x, torch.arange(200)[None], *layer) for layer in layers]
+        for position in (0, 1, 63, 64, 130, 65, 0):
+            for layer, tables_of_all in zip(layers, whole, strict=True):
+                found = rotary(x, torch.tensor([[position]]), *layer)
+                named = rotary(x, *layer, position_ids=torch.tensor([[position]])) if not layer else found
+                assert type(found) is type(tables_of_all)
+                for table, other, rows in zip(found, named, tables_of_all, strict=True):
+                    assert table.equal(rows[:, position : position + 1])
+                    assert table.equal(other)
+                    assert table.dtype == x.dtype
+                    table += 1
+
+    with torch.no_grad():
+        check()
+        assert all(block.tables is not None for block in tables._blocks[rotary].values())
+        for buffer in rotary.buffers():
+            buffer *= 1.1
+        check()
+        for key, buffer in rotary.named_buffers():
+            rotary._buffers[key] = buffer * 1.1
+        check()
+        check(x.bfloat16())
+        if name == "Llama":
+            rotary.attention_scaling = 2.0
+            check()
+    with torch.inference_mode():
+        inferred = rotary(x, torch.tensor([[3]]), *layers[0])
+    leaf = torch.ones(1, requires_grad=True)
+    (leaf * rotary(x, torch.tensor([[4]]), *layers[0])[0]).sum().backward()
+    assert inferred[0].is_inference()
+    assert rotary(x, torch.tensor([[-3]]), *layers[0])[0].equal(rotary(x, torch.tensor([[3]]), *layers[0])[0])
+
+
+def test_growing_frequencies_are_not_made_ahead():
+    for scaling in ("dynamic", "longrope"):
+        model = with_scaling(scaling)
+        fusednorm.transformers.patch(model, products=True)
+        rotary, x = model.model.rotary_emb, torch.ones(1, 1, 48)
+        first, grown, after = (rotary(x, torch.tensor(positions))[0][:, :1] for positions in ([[9]], [[9, 100]], [[9]]))
+        assert not first.equal(grown)
+        assert first.equal(after)
+        assert rotary not in tables._blocks
+
+
 def test_a_write_between_cosine_and_sine():
     with tables.Exact():
         angle = torch.rand(5)
