@@ -120,7 +120,7 @@ _FUNCTIONS: dict[Any, Callable[..., Tensor | None]] = {
 
 @dataclass
 class _Own:
-    """What a module had before: buffers by name, and the attributes that depend on them."""
+    """Buffers of a module by name, and the attributes that depend on them."""
 
     buffers: dict[str, Tensor] = field(default_factory=dict)
     attributes: dict[str, Any] = field(default_factory=dict)
@@ -190,11 +190,13 @@ def _of_one(module: ExactTables, x: Any, position_ids: Any, *layer: Any) -> tupl
     own = module._fusednorm
     steady = getattr(module, "rope_type", None)
     steady = set(steady.values()) if isinstance(steady, dict) else {steady}
-    if own.kind is None or not steady <= _STEADY or position_ids.device.type != "cpu" or torch.jit.is_tracing():
+    if own.kind is None or not steady <= _STEADY or position_ids.device.type != "cpu":
         return None
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        return None  # a trace would have the tables of this position for all
     buffers = [buffer for buffer in module._buffers.values() if buffer is not None]
     written = writes(buffers)
-    position = position_ids.item()
+    position = int(position_ids)
     if written is None or position < 0 or not own.reads.hold(module):
         return None
     first = position // _AHEAD * _AHEAD
