@@ -197,7 +197,7 @@ def _of_one(module: ExactTables, x: Any, position_ids: Any, *layer: Any) -> tupl
     buffers = [buffer for buffer in module._buffers.values() if buffer is not None]
     written = writes(buffers)
     position = int(position_ids)
-    if written is None or position < 0 or not own.reads.hold(module):
+    if written is None or not own.reads.hold(module):
         return None
     first = position // _AHEAD * _AHEAD
     key = first, x.dtype, x.device, written, [*map(id, buffers)]

@@ -90,7 +90,10 @@ def state(model):
     found = {}
     for name, module in model.named_modules():
         kept = {key: value for key, value in vars(module).items() if key not in ("_modules", "_buffers")}
-        kept |= {key: value.clone() for key, value in module._buffers.items() if value is not None}
+        buffers = {key: value for key, value in module._buffers.items() if value is not None}
+        kept |= {f"bits of {key}": value.clone() for key, value in buffers.items()} | {
+            "ids": [*map(id, buffers.values())]
+        }
         found[name] = type(module), kept
     return found
 
@@ -193,6 +196,47 @@ def test_a_row_is_a_row():
     assert of(h.flip(0)[1:]).equal(whole.flip(0)[1:])
 
 
+def of_one_query(module, query, key, value, attention_mask, scaling=None, **flags):
+    """Attention whose bits depend on a query and its keys alone: torch's, of one query of one sequence at a time."""
+    before = key.shape[2] - query.shape[2]
+    rows = [
+        torch.cat(
+            [
+                torch.nn.functional.scaled_dot_product_attention(
+                    query[b : b + 1, :, i : i + 1],
+                    *(t[b : b + 1, :, : before + i + 1].contiguous() for t in (key, value)),
+                    scale=scaling,
+                    enable_gqa=True,
+                )
+                for i in range(query.shape[2])
+            ],
+            2,
+        )
+        for b in range(query.shape[0])
+    ]
+    return torch.cat(rows).transpose(1, 2), None
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma3", "Qwen3"])
+def test_one_digest_of_a_whole_model(name):
+    """With an attention that computes each query alone: of a prompt, token by token, and of a sequence in a batch."""
+    transformers.AttentionInterface.register("of_one_query", of_one_query)
+    model = build(name)
+    model.set_attn_implementation("of_one_query")
+    fusednorm.transformers.patch(model, products=True)
+    ids = tokens(3, 12)
+    whole = logits(model, ids)
+    assert logits(model, ids[1:2]).equal(whole[1:2])
+    assert logits(model, ids[:, :7]).equal(whole[:, :7])
+    past, one_by_one = None, []
+    with torch.no_grad():
+        for i in range(12):
+            output = model(ids[:, i : i + 1], past_key_values=past, use_cache=True)
+            past = output.past_key_values
+            one_by_one.append(output.logits)
+    assert torch.cat(one_by_one, 1).equal(whole)
+
+
 def test_a_tied_head_stays_tied():
     model = build("Gemma3", tie_word_embeddings=True)
     weight = model.model.embed_tokens.weight
@@ -259,18 +303,22 @@ def test_what_is_left_alone():
 
 def test_other_inputs_run_the_modules_own_code():
     """Their errors are torch's; no dtype is converted but by autocast, as torch converts it."""
-    model = torch.nn.Sequential(torch.nn.Linear(8, 4).bfloat16())
-    (linear,) = model
-    own = copy.deepcopy(linear)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4).bfloat16(), torch.nn.Linear(8, 4, bias=False).bfloat16())
+    linear, plain = model
+    others = [torch.randn(2, 8), torch.randn(2, 7).bfloat16(), torch.ones(2, 8, dtype=torch.int64)]
+    calls = [(module, copy.deepcopy(module), x) for module in model for x in others]
     fusednorm.transformers.patch(model, products=True)
     assert "by fusednorm" in repr(linear)
-    for x in (torch.randn(2, 8), torch.randn(2, 7).bfloat16(), torch.ones(2, 8, dtype=torch.int64)):
+    for module, own, x in calls:
         messages = []
-        for module in (own, linear):
+        for one in (own, module):
             with pytest.raises(RuntimeError) as error:
-                module(x)
+                one(x)
             messages.append(str(error.value))
         assert messages[0] == messages[1]
+    eight = copy.deepcopy(plain).to(torch.float8_e4m3fn)
+    x = torch.ones(2, 8).to(eight.weight.dtype)
+    assert eight(x).float().equal(torch.nn.functional.linear(x, eight.weight).float())
     with pytest.raises(TypeError):
         linear(torch.randn(2, 8).bfloat16(), 1)
     x = torch.randn(3, 8)
@@ -322,10 +370,10 @@ def with_scaling(scaling, theta=5e5):
 
 
 def test_tables_are_the_specifications():
-    for theta in (1e4, 5e5, 1e6):
-        model = with_scaling("default", theta)
+    for theta in (1e4, 1.5e5, 1e6):
+        model = build(dtype=torch.float32, num_hidden_layers=1, head_dim=128, rope_theta=theta)
         fusednorm.transformers.patch(model, products=True)
-        frequencies = 1.0 / power(theta, torch.arange(0, 16, 2).float() / 16, torch.float32)
+        frequencies = 1.0 / power(theta, torch.arange(0, 128, 2).float() / 128, torch.float32)
         assert model.model.rotary_emb.inv_freq.equal(frequencies)
         angles = torch.arange(24).float()[:, None] * frequencies
         for found, wanted in zip(of_rotary(model), cosine_and_sine(angles), strict=True):
@@ -348,11 +396,17 @@ def test_scalings(scaling):
     """
     model = with_scaling(scaling)
     short, long = tokens(1, 9), tokens(1, 80)
+    before = state(model)
+    fusednorm.transformers.patch(model, products=True)
+    logits(model, long)
+    fusednorm.transformers.unpatch(model)
+    assert same(state(model), before)  # no call has been made without the patch
     own = logits(model, short)
     before = state(model)
     report = fusednorm.transformers.patch(model, products=True)
     assert [entry.what for entry in report.entries if "Rotary" in entry.class_name] == ["cos and sin in one order"]
 
+    assert not any(name.endswith("long_inv_freq") for name in vars(model.model.rotary_emb))
     with NoneOfTorch():
         first = [of_rotary(model, length) for length in (9, 80, 9)]
     assert all(one.equal(other) for one, other in zip(first[0], first[2], strict=True))
@@ -362,8 +416,8 @@ def test_scalings(scaling):
     assert logits(duplicate, short).equal(patched)
     for one in (model, duplicate):
         fusednorm.transformers.unpatch(one)
+        assert one is duplicate or same(state(one), before)
         assert logits(one, short).equal(own)
-    assert same(state(model), before)
 
 
 def test_after_a_move_and_in_other_dtypes():
@@ -435,7 +489,7 @@ def test_a_module_whose_tables_are_not_known():
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma3"])
-def test_one_token_has_the_tables_of_its_position(name):
+def test_one_token_has_the_tables_of_its_position(name, monkeypatch):
     """In any sequence of positions, after writes to results and to frequencies, and with a new scaling or dtype."""
     model = build(name, torch.float32)
     fusednorm.transformers.patch(model, products=True)
@@ -444,7 +498,7 @@ def test_one_token_has_the_tables_of_its_position(name):
 
     def check(x=x):
         whole = [rotary(x, torch.arange(200)[None], *layer) for layer in layers]
-        for position in (0, 1, 63, 64, 130, 65, 0):
+        for position in (0, 0, 1, 63, 64, 130, 65, 0):
             for layer, tables_of_all in zip(layers, whole, strict=True):
                 found = rotary(x, torch.tensor([[position]]), *layer)
                 named = rotary(x, *layer, position_ids=torch.tensor([[position]])) if not layer else found
@@ -457,14 +511,20 @@ def test_one_token_has_the_tables_of_its_position(name):
 
     with torch.no_grad():
         check()
-        assert all(block.tables is not None for block in tables._blocks[rotary].values())
+        assert [*tables._blocks[rotary]] == layers
+        with monkeypatch.context() as context:  # the positions of a block are made once
+            context.setattr(tables.ExactTables, "exact", lambda *arguments: pytest.fail("made again"))
+            for layer in layers * 2:
+                rotary(x, torch.tensor([[5]]), *layer)
         for buffer in rotary.buffers():
             buffer *= 1.1
         check()
-        for key, buffer in rotary.named_buffers():
-            rotary._buffers[key] = buffer * 1.1
-        check()
+        for _ in range(2):  # the second time neither has been written to
+            for key, buffer in [*rotary.named_buffers()]:
+                rotary._buffers[key] = buffer * 1.1
+            check()
         check(x.bfloat16())
+        check()
         if name == "Llama":
             rotary.attention_scaling = 2.0
             check()
@@ -487,10 +547,14 @@ def test_growing_frequencies_are_not_made_ahead():
         assert rotary not in tables._blocks
 
 
-def test_a_write_between_cosine_and_sine():
+def test_the_mode():
+    """A write between cosine and sine, two tensors in turns, torch's gradients, inference, and products of one term."""
+    start = torch.rand(5)
     with tables.Exact():
-        angle = torch.rand(5)
-        cos = angle.cos()
+        angle = start.clone()
+        other, cos = 3 * start, angle.cos()
+        assert other.sin().equal(cosine_and_sine(3 * start)[1])
+        assert angle.sin().equal(cosine_and_sine(start)[1])
         angle += 1
         sin = angle.sin()
         recorded = torch.rand(5, requires_grad=True)
@@ -498,8 +562,13 @@ def test_a_write_between_cosine_and_sine():
         with torch.inference_mode():
             inferred = torch.ones(3) * 0.3
             both = inferred.cos(), inferred.sin()
-    assert cos.equal(cosine_and_sine(angle - 1)[0]) or cos.equal(cosine_and_sine((angle.double() - 1).float())[0])
-    assert sin.equal(cosine_and_sine(angle)[1])
+        with NoneOfTorch():
+            column, row = start[:, None], start[None]
+            for product in (column @ row, torch.matmul(column, row), column.matmul(row)):
+                assert product.equal(column * row)
+        assert (row @ column).shape == (1, 1)
+    assert cos.equal(cosine_and_sine(start)[0])
+    assert sin.equal(cosine_and_sine(start + 1)[1])
     assert recorded.grad.equal(-recorded.detach().sin())
     assert all(one.equal(other) for one, other in zip(both, cosine_and_sine(torch.full((3,), 0.3)), strict=True))
 
