@@ -228,6 +228,8 @@ for operation in dict.fromkeys(PUBLIC.values()):
         given["needs"] = [True] * len(declaration.with_gradient)
         kept = {name: of_role(roles[name], count) for count, name in enumerate(declaration.backward_tensors)}
         kept |= {one.name: kept[one.name].abs() + 1 for one in declaration.kept}
+        if not declaration.exact_gradients:  # of whole numbers they have the same bits in any order
+            kept = {name: (t * 8).round() for name, t in kept.items()}
         of_operators[f"{declaration.name}_backward"] = kept | given
     for name, arguments in of_operators.items():
         OPERATORS[name] = arguments

@@ -1143,6 +1143,7 @@ KINDS = {
             ("sample", False, F32),
         )
     ],
+    "linear": [("x", "matrix", bias, dtype) for bias in (None, "column") for dtype in (None, F32, F16)],
     "add": [("x", "residual", dtype) for dtype in (F32, BF16)],
     "affine": [
         *(("n", weight, bias, 0.0, None, BF16) for weight, bias in (("weight", None), (None, "weight"))),
@@ -1176,6 +1177,8 @@ def test_calls_of_one_operator_share_no_decision(name):
     whole["parts"], parts["parts"] = weight, placed(weight, Shard(0))
     whole["rstd"], whole["sample"] = residual.square().mean(-1).rsqrt(), residual[:, 0].contiguous()
     parts["rstd"], parts["sample"] = placed(whole["rstd"], Shard(1)), placed(whole["sample"], Replicate())
+    whole["matrix"], whole["column"] = residual[0].clone(), residual[0, :, 0].clone()
+    parts |= {key: placed(whole[key], Replicate()) for key in ("matrix", "column")}
     operator = getattr(torch.ops.fusednorm, name)
     for arguments in KINDS[name]:
         found, wanted = (

@@ -85,7 +85,11 @@ def wide_spread(shape, dtype, generator):
     return (torch.randn(shape, generator=generator, dtype=F64) * 2.0**exponents).to(dtype)
 
 
-@pytest.mark.parametrize("make", [of_any_bits, wide_spread])
+def near_one(shape, dtype, generator):
+    return (torch.randn(shape, generator=generator, dtype=F64) + 1).to(dtype)
+
+
+@pytest.mark.parametrize("make", [of_any_bits, wide_spread, near_one])
 @pytest.mark.parametrize("x_dtype", DTYPES, ids=str)
 def test_results_are_those_of_whole_numbers(x_dtype, make):
     """Of the reference, the oracle and the backend of this run, with products that float32 does not hold."""
@@ -118,8 +122,12 @@ def test_a_fused_sum_has_one_rounding():
 @pytest.mark.parametrize("at_once", [16, 64, 200])
 def test_parts_that_are_computed_at_once_do_not_matter(at_once, monkeypatch):
     wanted = products.linear(X[0].bfloat16(), WEIGHT.bfloat16(), BIAS)[0]
+    sizes, tree = [], products._tree
     monkeypatch.setattr(products, "_AT_ONCE", at_once)
+    monkeypatch.setattr(products, "_tree", lambda x, w, wide: sizes.append(len(x) * len(w)) or tree(x, w, wide))
     assert torch.equal(products.linear(X[0].bfloat16(), WEIGHT.bfloat16(), BIAS)[0], wanted)
+    assert sum(sizes) == 42
+    assert max(sizes) <= at_once // 16
 
 
 @pytest.mark.parametrize(("dtype", "out_dtype"), [(BF16, F32), (F32, F32), (F64, F64)])

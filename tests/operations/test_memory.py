@@ -350,9 +350,10 @@ for name in {names}:
 def test_large_results_are_written_to_huge_pages():
     """Results, also those that are recorded, and gradients, each in a mapping of its own whose flags Linux tells.
 
-    But for what torch's own operations compute: an addition of rows, and formulas that no kernel serves.
+    But for what torch's own operations compute: an addition of rows, formulas that no kernel serves, and gradients of
+    products.
     """
-    of_torch = {"rms_norm_add", "modulate"}
+    of_torch = {"rms_norm_add", "modulate", "linear"}
     names = [name for name in DIFFERENTIATED if name in fusednorm.__all__ and name not in of_torch]
     tests = Path(__file__).parents[1]
     program = HUGE.format(paths=[str(tests), str(tests / "operations")], names=names)
