@@ -78,6 +78,7 @@ def test_autocast_converts_operands_as_torch_does():
     with torch.autocast("cpu", torch.bfloat16):
         y = module(x)
         assert double(x.double()).dtype == torch.float64
+        assert module(x.double()).equal(fusednorm.linear(x.double(), module.weight, module.bias))
         with torch.autocast("cpu", enabled=False):
             assert module(x).equal(fusednorm.linear(x, module.weight, module.bias))
         y.float().sum().backward()
