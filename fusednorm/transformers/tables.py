@@ -142,7 +142,11 @@ class ExactTables(PatchedTables):
         """The original class's result, of exact functions."""
         if not self._fusednorm:
             return super(PatchedTables, self).forward(*args, **kwargs)
-        ahead = None if is_dynamo_compiling() or kwargs.keys() - {"position_ids"} else _of_one(self, *args, **kwargs)
+        ahead = None
+        if len(args) == 1 and [*kwargs] == ["position_ids"]:
+            ahead = _of_one(self, args[0], kwargs["position_ids"])
+        elif len(args) in (2, 3) and not kwargs:
+            ahead = _of_one(self, *args)
         return self.known(self.exact(*args, **kwargs) if ahead is None else ahead)
 
     def exact(self, *args: Any, **kwargs: Any) -> Any:
@@ -152,6 +156,7 @@ class ExactTables(PatchedTables):
 
     def restore(self) -> None:
         """Puts the frequencies back that the module had."""
+        _blocks.pop(self, None)
         _put(self, self._fusednorm.own)
 
     def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
@@ -185,12 +190,13 @@ def _of_one(module: ExactTables, x: Any, position_ids: Any, *layer: Any) -> tupl
 
     A call of the module's own code with exact functions takes longer than a step of decoding should wait.
     """
-    if type(position_ids) is not Tensor or position_ids.shape != (1, 1) or position_ids.dtype != torch.int64:
+    if is_dynamo_compiling() or type(position_ids) is not Tensor or not isinstance(x, Tensor):
         return None
+    of_one = position_ids.shape == (1, 1) and position_ids.dtype == torch.int64 and position_ids.device.type == "cpu"
     own = module._fusednorm
     steady = getattr(module, "rope_type", None)
     steady = set(steady.values()) if isinstance(steady, dict) else {steady}
-    if own.kind is None or not steady <= _STEADY or position_ids.device.type != "cpu":
+    if not of_one or own.kind is None or not steady <= _STEADY:
         return None
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return None  # a trace would have the tables of this position for all
@@ -223,7 +229,7 @@ def _made(module: ExactTables, x: Tensor, one: Tensor, first: int, layer: Any) -
 
 
 #: The attributes of a module that go with its frequencies, as transformers' modules have them.
-_DEPEND = ("long_inv_freq", "original_inv_freq", "max_seq_len_cached", "attention_scaling")
+_DEPEND = ("long_inv_freq", "original_inv_freq", "max_seq_len_cached")
 
 
 def _put(module: torch.nn.Module, own: _Own) -> None:
@@ -240,7 +246,7 @@ def patch_tables(model: torch.nn.Module) -> Iterator[Outcome]:
     """Replaces modules that make tables of rotations, and their frequencies."""
     found = [(module, *made) for module in model.modules() if (made := _exact(module)) is not None]
     for module, state, new, what in found:
-        if isinstance(module, PatchedTables):
+        if isinstance(module, PatchedTables) and not replaced(module):
             detach(module)
         outcome = attach(module, ExactTables, frozenset(), state, what)
         if outcome[1]:
@@ -284,7 +290,10 @@ def _frequencies(module: torch.nn.Module, own: _Own) -> _Own:
         raise _OthersError("it keeps no configuration")
     with torch.device("cpu"), torch.no_grad(), Exact():
         made = of_class(module.config)
-    new = _Own(dict(own.buffers), {name: value for name, value in vars(made).items() if name.endswith(_DEPEND)})
+    new = _Own(dict(own.buffers))
+    for name, value in own.attributes.items():  # but tensors that a call has left there
+        if name in vars(made):
+            new.attributes[name] = vars(made)[name] if isinstance(value, Tensor) else value
     for name, before in own.buffers.items():
         after = made._buffers.get(name)
         if not before.is_floating_point():

@@ -535,6 +535,36 @@ def test_one_token_has_the_tables_of_its_position(name, monkeypatch):
     assert rotary(x, torch.tensor([[-3]]), *layers[0])[0].equal(rotary(x, torch.tensor([[3]]), *layers[0])[0])
 
 
+def test_a_scaling_that_was_assigned_stays():
+    """Before a patch, while the model is patched, and between two patches of a module that keeps its frequencies."""
+    model = build(dtype=torch.float32)
+    rotary, x, positions = model.model.rotary_emb, torch.ones(1, 1, 48), torch.tensor([[7]])
+    rotary.inv_freq *= 1.5
+    for scaling in (2.0, 3.0):
+        rotary.attention_scaling = scaling
+        fusednorm.transformers.patch(model, steps=(), products=True)
+        cos = cosine_and_sine(7 * rotary.inv_freq)[0]
+        assert rotary(x, positions)[0][0, 0, :8].equal(scaling * cos)
+        rotary.attention_scaling = scaling + 0.5
+        fusednorm.transformers.unpatch(model)
+        assert rotary.attention_scaling == scaling + 0.5
+
+
+class OfRowsRotaryEmbedding(OwnRotaryEmbedding):
+    """It takes no positions."""
+
+    def forward(self, x):
+        return (x * self.inv_freq).cos()
+
+
+def test_a_module_without_positions():
+    model = torch.nn.ModuleList([OfRowsRotaryEmbedding()])
+    assert fusednorm.transformers.patch(model, products=True).tables == 1
+    x = torch.randn(3, 8)
+    assert model[0](x).equal(cosine_and_sine(x * model[0].inv_freq)[0])
+    assert model[0](x=x).equal(model[0](x))
+
+
 def test_growing_frequencies_are_not_made_ahead():
     for scaling in ("dynamic", "longrope"):
         model = with_scaling(scaling)
