@@ -455,7 +455,7 @@ class Linear(torch.nn.Linear):
                 "module must have a weight with a shape as its own parameter; run a LazyLinear once, and remove "
                 "parametrizations (torch.nn.utils.parametrize.remove_parametrizations)"
             )
-        made = cls(module.in_features, module.out_features, module.bias is not None, "meta", weight.dtype)
+        made = cls(module.in_features, module.out_features, False, "meta", weight.dtype)
         made.weight, made.bias = module.weight, module.bias
         return made.train(module.training)
 

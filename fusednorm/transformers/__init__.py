@@ -8,7 +8,8 @@ A norm, with a gate or without, is replaced if a trace shows that it computes an
 (``norms.py``). An addition is fused with the norms around it if the source of the layer shows that they stand side by
 side (``layers.py``). q and k are normalised and rotated in one call (``attention.py``), and the activation of an MLP
 and its product are one call (``activations.py``). Each model family keeps its own rounding. Weights, names and
-``state_dict`` do not change.
+``state_dict`` do not change. With ``products=True`` linear layers (``products.py``) and tables of rotations
+(``tables.py``) also have the same bits on every processor.
 
 :func:`register_kernels` adds layers to transformers' own mechanism, ``use_kernels=True``; :func:`write_kernel` writes
 a folder that it loads.

@@ -222,6 +222,8 @@ def _may_be_norm(module: torch.nn.Module) -> bool:
     if next(module.children(), None) is not None:
         return False
     parameters = dict(module.named_parameters())
+    if any(is_lazy(one) for one in parameters.values()):
+        return False  # it has no shape yet
     return "norm" in type(module).__name__.lower() or (
         list(parameters) in (["weight"], ["weight", "bias"]) and all(one.dim() == 1 for one in parameters.values())
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -25,8 +26,9 @@ from fusednorm.transformers.rotations import writes
 
 @torch.library.custom_op("fusednorm_transformers::cosine_and_sine", mutates_args=())
 def _operator(angle: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin as one step of compiled code."""
-    return angles.cosine_and_sine(angle)
+    """cos and sin as one step of compiled code, each in memory of its own."""
+    cos, sin = angles.cosine_and_sine(angle)
+    return cos.clone(), sin.clone()
 
 
 @_operator.register_fake
@@ -49,8 +51,10 @@ class Exact(TorchFunctionMode):
         return func(*args, **(kwargs or {})) if found is None else found
 
     def both(self, angle: Tensor) -> tuple[Tensor, Tensor] | None:
-        """cos and sin of angles; None where fusednorm has none."""
+        """cos and sin of angles; None where fusednorm has none, or a gradient is recorded."""
         if not (isinstance(angle, Tensor) and angle.is_floating_point()) or angle.device.type == "mps":
+            return None
+        if angle.requires_grad and torch.is_grad_enabled():
             return None
         if is_dynamo_compiling() or type(angle) not in (Tensor, torch.nn.Buffer, torch.nn.Parameter):
             return _operator(angle)  # type: ignore[no-any-return]
@@ -85,7 +89,9 @@ def _power(mode: Exact, base: Any, exponent: Any) -> Tensor | None:
         return None
     dtype = torch.result_type(base, exponent)
     tensors = [one for one in (base, exponent) if isinstance(one, Tensor)]
-    if not dtype.is_floating_point or any(one.device.type == "mps" or one.requires_grad for one in tensors):
+    if not dtype.is_floating_point or any(one.device.type == "mps" for one in tensors):
+        return None
+    if torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
         return None
     return angles.power(base, exponent, dtype)
 
@@ -114,7 +120,7 @@ _FUNCTIONS: dict[Any, Callable[..., Tensor | None]] = {
 
 @dataclass
 class _Own:
-    """What a module had before: buffers by name, and the attributes that depend on them."""
+    """Buffers of a module by name, and the attributes that depend on them."""
 
     buffers: dict[str, Tensor] = field(default_factory=dict)
     attributes: dict[str, Any] = field(default_factory=dict)
@@ -136,12 +142,21 @@ class ExactTables(PatchedTables):
         """The original class's result, of exact functions."""
         if not self._fusednorm:
             return super(PatchedTables, self).forward(*args, **kwargs)
+        ahead = None
+        if len(args) == 1 and [*kwargs] == ["position_ids"]:
+            ahead = _of_one(self, args[0], kwargs["position_ids"])
+        elif len(args) in (2, 3) and not kwargs:
+            ahead = _of_one(self, *args)
+        return self.known(self.exact(*args, **kwargs) if ahead is None else ahead)
+
+    def exact(self, *args: Any, **kwargs: Any) -> Any:
+        """The result of the original class's code with exact functions."""
         with Exact():
-            tables = super(PatchedTables, self).forward(*args, **kwargs)
-        return self.known(tables)
+            return super(PatchedTables, self).forward(*args, **kwargs)
 
     def restore(self) -> None:
         """Puts the frequencies back that the module had."""
+        _blocks.pop(self, None)
         _put(self, self._fusednorm.own)
 
     def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
@@ -149,8 +164,72 @@ class ExactTables(PatchedTables):
         return [("cosine_and_sine", {})]
 
 
+#: Positions whose tables are made at once.
+_AHEAD = 64
+#: Modules whose frequencies are the same for all positions, by this attribute or its values.
+_STEADY = {"default", "linear", "llama3", "yarn", "proportional"}
+
+
+class _Block(NamedTuple):
+    """The tables of positions in a row, from a multiple of their number on."""
+
+    #: The first position, the dtype and the device of the tables, and the writes to the buffers, by their ids.
+    key: Any
+    #: Kept, so that no other tensor gets their ids.
+    buffers: list[Tensor]
+    #: cos and sin, [1, _AHEAD, columns]; None where they are not those of single positions.
+    tables: tuple[Tensor, Tensor] | None
+
+
+#: The last block of each module, which is not a part of it: copies and pickles have none.
+_blocks: WeakKeyDictionary[torch.nn.Module, dict[Any, _Block]] = WeakKeyDictionary()
+
+
+def _of_one(module: ExactTables, x: Any, position_ids: Any, *layer: Any) -> tuple[Tensor, Tensor] | None:
+    """The tables of one token, as decoding asks for, from those of a block of positions; None where there are none.
+
+    A call of the module's own code with exact functions takes longer than a step of decoding should wait.
+    """
+    if is_dynamo_compiling() or type(position_ids) is not Tensor or not isinstance(x, Tensor):
+        return None
+    of_one = position_ids.shape == (1, 1) and position_ids.dtype == torch.int64 and position_ids.device.type == "cpu"
+    own = module._fusednorm
+    steady = getattr(module, "rope_type", None)
+    steady = set(steady.values()) if isinstance(steady, dict) else {steady}
+    if not of_one or own.kind is None or not steady <= _STEADY:
+        return None
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        return None  # a trace would have the tables of this position for all
+    buffers = [buffer for buffer in module._buffers.values() if buffer is not None]
+    written = writes(buffers)
+    position = int(position_ids)
+    if written is None or not own.reads.hold(module):
+        return None
+    first = position // _AHEAD * _AHEAD
+    key = first, x.dtype, x.device, written, [*map(id, buffers)]
+    of_module = _blocks.setdefault(module, {})
+    block = of_module.get(layer)
+    if block is None or block.key != key:
+        block = of_module[layer] = _Block(key, buffers, _made(module, x, position_ids, first, layer))
+    if block.tables is None:
+        return None
+    row = slice(position - first, position - first + 1)
+    return block.tables[0][:, row].clone(), block.tables[1][:, row].clone()
+
+
+def _made(module: ExactTables, x: Tensor, one: Tensor, first: int, layer: Any) -> tuple[Tensor, Tensor] | None:
+    """The tables of a block, if the row of one position is its table."""
+    block = module.exact(x, torch.arange(first, first + _AHEAD, device="cpu")[None], *layer)
+    alone = module.exact(x, one, *layer)
+    at = int(one) - first
+    if not all(type(tables) is tuple and len(tables) == 2 for tables in (block, alone)):
+        return None
+    fit = all(table[:, at : at + 1].equal(row) for table, row in zip(block, alone, strict=True))
+    return block if fit else None
+
+
 #: The attributes of a module that go with its frequencies, as transformers' modules have them.
-_DEPEND = ("long_inv_freq", "original_inv_freq", "max_seq_len_cached", "attention_scaling")
+_DEPEND = ("long_inv_freq", "original_inv_freq", "max_seq_len_cached")
 
 
 def _put(module: torch.nn.Module, own: _Own) -> None:
@@ -167,7 +246,7 @@ def patch_tables(model: torch.nn.Module) -> Iterator[Outcome]:
     """Replaces modules that make tables of rotations, and their frequencies."""
     found = [(module, *made) for module in model.modules() if (made := _exact(module)) is not None]
     for module, state, new, what in found:
-        if isinstance(module, PatchedTables):
+        if isinstance(module, PatchedTables) and not replaced(module):
             detach(module)
         outcome = attach(module, ExactTables, frozenset(), state, what)
         if outcome[1]:
@@ -211,7 +290,10 @@ def _frequencies(module: torch.nn.Module, own: _Own) -> _Own:
         raise _OthersError("it keeps no configuration")
     with torch.device("cpu"), torch.no_grad(), Exact():
         made = of_class(module.config)
-    new = _Own(dict(own.buffers), {name: value for name, value in vars(made).items() if name.endswith(_DEPEND)})
+    new = _Own(dict(own.buffers))
+    for name, value in own.attributes.items():  # but tensors that a call has left there
+        if name in vars(made):
+            new.attributes[name] = vars(made)[name] if isinstance(value, Tensor) else value
     for name, before in own.buffers.items():
         after = made._buffers.get(name)
         if not before.is_floating_point():
