@@ -8,6 +8,7 @@ share their weights and take turns in one process.
     python -P benchmarks/real_model.py gemma3-270m
     python -P benchmarks/real_model.py gemma3-270m --times bfloat16 --threads 2
     python -P benchmarks/real_model.py gemma3-270m --times bfloat16 --compiled
+    python -P benchmarks/real_model.py gemma3-270m --times bfloat16 --products
     python -P benchmarks/real_model.py gemma3-270m --profile bfloat16
     python -P benchmarks/real_model.py gemma3-270m --errors LICENSE
 
@@ -275,11 +276,11 @@ def token_after(model: Any, ids: Tensor) -> Callable[[], None]:
     return decode
 
 
-def times(folder: Path, dtype: torch.dtype, rounds: int, compiled: bool) -> None:
+def times(folder: Path, dtype: torch.dtype, rounds: int, compiled: bool, products: bool) -> None:
     """Prints the median and the least milliseconds of decode and prefill without and with the patch."""
     ids = ids_of(folder, TEXT)
     without = load(folder, dtype)
-    models = {"without": without, "with": patched(without)}
+    models = {"without": without, "with": patched(without, products=products)}
     if compiled:
         models |= {f"{name}, compiled": torch.compile(model, dynamic=False) for name, model in list(models.items())}
     for work in ("decode", f"prefill of {ids.shape[1]}"):
@@ -406,6 +407,7 @@ def main() -> None:
     parser.add_argument("--encoder", type=Path, nargs="+", metavar="FILE", help="an encoder's embeddings of texts")
     parser.add_argument("--pieces", type=int, default=8, help="with --errors: of each file")
     parser.add_argument("--compiled", action="store_true", help="with --times: compiled models too")
+    parser.add_argument("--products", action="store_true", help="with --times: the patch takes products too")
     parser.add_argument("--rounds", type=int, default=60, help="calls of each; a third of them of the prefill")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
@@ -419,7 +421,8 @@ def main() -> None:
         if arguments.encoder:
             encoder(arguments.folder, arguments.encoder, arguments.rounds)
         elif arguments.times:
-            times(arguments.folder, getattr(torch, arguments.times), arguments.rounds, arguments.compiled)
+            options = arguments.rounds, arguments.compiled, arguments.products
+            times(arguments.folder, getattr(torch, arguments.times), *options)
         elif arguments.errors:
             errors(arguments.folder, arguments.errors, arguments.pieces)
         elif arguments.profile:

@@ -5,13 +5,14 @@ hidden states and 64 greedy tokens with and without the patch, and one training 
 process. ``--profile`` says where the time of one token goes, and how long it would take if the patch took none.
 ``--encoders`` takes models with LayerNorms, and also leaves out what takes most of their time. ``--training`` measures
 the memory and the time of a step of training, and needs peft. ``--sizes`` takes models with the configurations of
-published ones and measures times alone.
+published ones and measures times alone; with ``--products`` the patch takes products too.
 
     python -P benchmarks/transformers_models.py
     python -P benchmarks/transformers_models.py --profile
     python -P benchmarks/transformers_models.py --encoders
     python -P benchmarks/transformers_models.py --training
     python -P benchmarks/transformers_models.py --sizes
+    python -P benchmarks/transformers_models.py --sizes --products
 """
 
 from __future__ import annotations
@@ -180,7 +181,11 @@ def answers(kind: str) -> dict[str, Any]:
 
 
 def times(
-    kind: str, rounds: int, shape: dict[str, Any] = SHAPE, clock: Callable[[], float] = time.perf_counter
+    kind: str,
+    rounds: int,
+    shape: dict[str, Any] = SHAPE,
+    clock: Callable[[], float] = time.perf_counter,
+    products: bool = False,
 ) -> dict[str, tuple[float, float]]:
     """Milliseconds without and with the patch: 128 tokens at once, and one token after them.
 
@@ -195,7 +200,7 @@ def times(
     with torch.no_grad():
         for turn in range(2 * rounds + 2):
             if turn % 2:
-                fusednorm.transformers.patch(model)
+                fusednorm.transformers.patch(model, products=products)
             else:
                 fusednorm.transformers.unpatch(model)
             cache = prefill()
@@ -437,7 +442,7 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def sizes(rounds: int) -> None:
+def sizes(rounds: int, products: bool) -> None:
     """Prints a line for each published configuration, with times on the processor: a large model is slow to repeat."""
     print(
         "| Configuration | Parameters | Logits with the same bits | Decode, ms | Prefill of 128, ms |\n"
@@ -448,11 +453,11 @@ def sizes(rounds: int) -> None:
         model = build(kind, shape, torch.bfloat16)
         with torch.no_grad():
             before = model(tokens(1, 32)).logits
-            fusednorm.transformers.patch(model)
+            fusednorm.transformers.patch(model, products=products)
             equal = (model(tokens(1, 32)).logits == before).double().mean().item()
         parameters = sum(parameter.numel() for parameter in model.parameters())
         del model
-        took = times(kind, rounds, shape, time.process_time)
+        took = times(kind, rounds, shape, time.process_time, products)
         cells = (f"{a:.0f} -> {b:.0f} ({a / b:.2f}x)" for a, b in (took["decode"], took["prefill"]))
         print(f"| {name} | {parameters / 1e9:.2f}e9 | {equal:.1%} | {' | '.join(cells)} |", flush=True)
 
@@ -466,13 +471,14 @@ def main() -> None:
     parser.add_argument("--encoders", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--sizes", action="store_true")
+    parser.add_argument("--products", action="store_true")
     parser.add_argument("--training", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     if arguments.sizes:
-        sizes(arguments.rounds)
+        sizes(arguments.rounds, arguments.products)
         return
     if arguments.training:
         print("| Trained | Kept for the backward pass | Most at once | Step, ms |\n" + "|---" * 4 + "|")
