@@ -290,10 +290,8 @@ def _frequencies(module: torch.nn.Module, own: _Own) -> _Own:
         raise _OthersError("it keeps no configuration")
     with torch.device("cpu"), torch.no_grad(), Exact():
         made = of_class(module.config)
-    new = _Own(dict(own.buffers))
-    for name, value in own.attributes.items():  # but tensors that a call has left there
-        if name in vars(made):
-            new.attributes[name] = vars(made)[name] if isinstance(value, Tensor) else value
+    attributes = {name: vars(made)[name] for name in own.attributes if name in vars(made)}  # not what a call left there
+    new = _Own(dict(own.buffers), attributes)
     for name, before in own.buffers.items():
         after = made._buffers.get(name)
         if not before.is_floating_point():

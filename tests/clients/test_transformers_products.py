@@ -640,6 +640,29 @@ def test_compiled():
     assert logits(torch.compile(model, fullgraph=True, backend="aot_eager")).equal(expected)
 
 
+class OfIds(torch.nn.Module):
+    """The logits of a model."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids):
+        return self.model(ids, use_cache=False).logits
+
+
+def test_exported():
+    """The program calls the operators, and none of torch's for what they compute."""
+    model = build(num_hidden_layers=1)
+    fusednorm.transformers.patch(model, products=True)
+    with torch.no_grad():
+        program = torch.export.export(OfIds(model), (tokens(),), strict=False)
+        called = {str(node.target).rpartition(".")[0] for node in program.graph.nodes if node.op == "call_function"}
+        assert called >= {"fusednorm.linear", "fusednorm_transformers.cosine_and_sine"}
+        assert not called & {"aten.linear", "aten.cos", "aten.sin", "aten.mm"}
+        assert program.module()(tokens()).equal(logits(model))
+
+
 def test_lora():
     """LoRA's two matrices and the base layer are products; merging and removing LoRA work as without the patch."""
     peft = pytest.importorskip("peft", reason="the tox environment `transformers` installs it")
