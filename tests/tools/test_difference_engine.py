@@ -53,11 +53,11 @@ def engines(model, round_sum=True, round_products=True):
     )
     summed = fusednorm.fused_add_rms_norm(x, residual, weights[f"{of_sum}.weight"], round_sum=round_sum, **flags)
     return [
-        Call(norm, (x,), [fusednorm.rms_norm(x, weights[f"{norm}.weight"], **flags)], None),
-        Call(of_heads, (heads,), [fusednorm.rms_norm(heads, weights[f"{of_heads}.weight"], **flags)], None),
-        Call(f"{LAYER}self_attn", (POSITIONS, q, k), rotated, 16),
-        Call(of_sum, (x, residual), list(summed), None),
-        Call(f"{LAYER}mlp", (both,), [fusednorm.silu_and_mul(both)], None),
+        Call((norm,), (x,), [fusednorm.rms_norm(x, weights[f"{norm}.weight"], **flags)], None),
+        Call((of_heads,), (heads,), [fusednorm.rms_norm(heads, weights[f"{of_heads}.weight"], **flags)], None),
+        Call((f"{LAYER}self_attn",), (POSITIONS, q, k), rotated, 16),
+        Call((of_sum,), (x, residual), list(summed), None),
+        Call((f"{LAYER}mlp",), (both,), [fusednorm.silu_and_mul(both)], None),
     ]
 
 
@@ -70,7 +70,7 @@ def test_each_step_is_computed_again():
     assert compared == (1 + 2 + 2 + 2 + 1) * TOKENS
     for share, call in zip(found, calls, strict=False):
         elements = sum(result.numel() for result in call.results)
-        assert (share.name, share.elements, share.equal) == (call.name, elements, elements)
+        assert ((share.name,), share.elements, share.equal) == (call.names, elements, elements)
     first_layer = ("self_attn", "self_attn.q_norm", "self_attn.k_norm", "mlp", "input_layernorm")
     missing = {f"model.layers.0.{name}" for name in (*first_layer, "post_attention_layernorm")}
     missing |= {f"{LAYER}self_attn.k_norm", "model.norm"}
@@ -112,7 +112,7 @@ def test_a_step_that_the_trainer_lacks():
 def test_a_rotation_of_a_vision_tower_is_not_taken_for_one_of_text():
     """Its arguments are heads and two tables; no head size tells them apart."""
     heads, table = rows(TOKENS, 2, 16), rows(TOKENS, 8)
-    (found, *_), compared = replayed(made(), [Call(f"{LAYER}self_attn", (heads, table, table), [heads], None)])
+    (found, *_), compared = replayed(made(), [Call((f"{LAYER}self_attn",), (heads, table, table), [heads], None)])
     assert (found.reason, compared) == ("only in the engine", 0)
 
 
@@ -130,7 +130,7 @@ def test_other_gates(family, more, name, flags):
         y = fusednorm.relu2(both)
     else:
         y = fusednorm.silu_and_mul(both, interleaved=True, round_steps=True, **flags)
-    found, _ = replayed(model, [Call(f"{LAYER}{name}", (both,), [y], None)])
+    found, _ = replayed(model, [Call((f"{LAYER}{name}",), (both,), [y], None)])
     assert found[0].equal == found[0].elements == y.numel()
 
 
@@ -173,7 +173,7 @@ def test_what_is_recorded():
     for handle in handles:
         handle.remove()
     model(q)
-    assert [call.name for call in calls] == 2 * ["layers.0", "layers.1", "norm"]
+    assert [call.names for call in calls] == 2 * [("layers.0",), ("layers.1",), ("norm",)]
     assert [call.arguments[0].max().item() for call in calls[:2]] == [0, 1]
     assert [call.results[0].max().item() for call in calls[:2]] == [1, 2]
     assert [(len(call.results), call.head_size) for call in calls[1:3]] == [(1, 4), (1, None)]
