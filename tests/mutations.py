@@ -33,7 +33,19 @@ FILES = ("pyproject.toml", "tox.ini", "README.md", "LICENSE")
 #: against those of all operations if it is one of these.
 OF_OPERATIONS = ("Norm_before_add", "Affine", "Gated", "Norm_gated", "Quantized", "Rotation", "Log_prob")
 ONE_FILE = (
-    *("Triton_cpu", "Triton", "CUDA", "Distributed", "Registry", "Call", "Layout", "Listeners", "Onnx", "Declared"),
+    *(
+        "Triton_cpu",
+        "Triton",
+        "CUDA",
+        "Distributed",
+        "Registry",
+        "Call",
+        "Layout",
+        "Listeners",
+        "Onnx",
+        "Declared",
+        "Products",
+    ),
     *OF_OPERATIONS,
 )
 

@@ -2,7 +2,7 @@
  * Products of rows with a weight (docs/spec.md, section 13), included by declared_body.h. The 16 sums of a product are the lanes of
  * one, two or four vectors. A file kernel_<isa>.c may have more names than pairs.h asks for; these are made of its own:
  *
- *   P, P_LANES                 a vector of so many floats, 4, 8 or 16; like U it may have no size
+ *   P, P_LANES, P_VECTORS      a vector of so many floats, 4, 8 or 16; like U it may have no size; and how many have 16
  *   p_zero p_add p_fma         p_fma rounds x * w + s once
  *   p_mul                      rounds x * w
  *   p_load                     widens P_LANES elements
@@ -16,6 +16,7 @@ enum { PRODUCT_ROWS = FN_PRODUCT_ROWS, PRODUCT_COLUMNS = FN_PRODUCT_COLUMNS, PRO
 
 #if !defined(P_LANES) && LANES > 1 /* SVE has its own */
 #define P_LANES LANES
+#define P_VECTORS (SUMS / LANES)
 typedef V P;
 FN_INLINE P p_zero(void) { return v_set1(0); }
 FN_INLINE P p_add(P x, P y) { return v_add(x, y); }
@@ -117,8 +118,7 @@ FN_INLINE void few_rows(int rows, int kind, int fused, int vectors, const float 
 /* The same as one function for each number of rows, where the weight is of a kind that can be read as it lies. */
 #define FEW(rows, kind, fused)                                                                                         \
     static FN_NOINLINE void few_##rows##_##kind(const float *x, int64_t room, const char *w, int64_t n, float *sums) { \
-        const int vectors = SUMS / P_LANES;                                                                            \
-        FN_UNSWITCH(vectors == 1, few_rows(rows, kind, fused, vectors, x, room, w, n, sums));                          \
+        FN_UNSWITCH(P_VECTORS == 1, few_rows(rows, kind, fused, P_VECTORS, x, room, w, n, sums));                      \
     }
 #define FEW_OF(kind, fused) FEW(1, kind, fused) FEW(2, kind, fused)
 FEW_OF(F32, 0) FEW_OF(F16, 1) FEW_OF(BF16, 1)
