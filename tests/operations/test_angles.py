@@ -148,7 +148,12 @@ def test_bits_are_golden():
 
 def test_every_instruction_set_has_the_same_bits():
     """torch takes its own functions for each; a processor without one takes the next lower one."""
-    command = [sys.executable, "-c", "import test_angles; print(test_angles.digest())"]
+    command = [
+        sys.executable,
+        "-P",
+        "-c",
+        "import sys; sys.path.insert(0, '.'); import test_angles as of; print(of.digest())",
+    ]
     where = {"stdout": subprocess.PIPE, "text": True, "cwd": Path(__file__).parent}
     runs = [
         subprocess.Popen(command, env=os.environ | {"ATEN_CPU_CAPABILITY": capability}, **where)
