@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from zipimport import zipimporter
 
 import torch
@@ -144,7 +144,8 @@ def forward(call: AnyCall) -> None:
     of_gates = isinstance(call, Call) and call.name == "gate"
     function = getattr(_lib, "fn_run_gate" if of_gates else _FUNCTIONS.get(type(call), "fn_run"))
     of_products = isinstance(call, Call) and call.name == "linear"
-    for part in _parts_of_products(call) if of_products else (call,):
+    parts: Iterable[AnyCall] = _parts_of_products(cast("Call", call)) if of_products else (call,)
+    for part in parts:
         if function(c_abi.PACKED[type(part)](part, torch.get_num_threads())):
             raise MemoryError(f"fusednorm found no memory for rows of {call.hidden_size} elements")
 
