@@ -173,7 +173,7 @@ static inline int64_t fn_product_depth(const struct fn_declared *job) { /* in pa
     const int64_t sums = fn_product_padded(job) / 16, parts = (16 * sums + FN_PRODUCT_DEPTH - 1) / FN_PRODUCT_DEPTH;
     return 16 * ((sums + parts - 1) / parts);
 }
-/* The columns of a block, whose widened elements stay in the second cache: a multiple of each tile's. */
+/* The columns of a block, which stay in the second cache: a multiple of each tile's. */
 static inline int64_t fn_product_columns(const struct fn_declared *job) {
     const int64_t sixes = 8 * 1024 / fn_product_padded(job);
     return sixes >= FN_PRODUCT_COLUMNS / 6 ? FN_PRODUCT_COLUMNS : sixes > 0 ? 6 * sixes : 6;
@@ -190,7 +190,7 @@ static inline int64_t fn_product_blocks(const struct fn_declared *job) {
     const int64_t columns = fn_product_columns(job);
     return (job->columns + columns - 1) / columns * ((job->rows + FN_PRODUCT_ROWS - 1) / FN_PRODUCT_ROWS);
 }
-/* Rows and columns as float, and 16 sums of each product; of few rows these alone. */
+/* Rows as float, as many columns as may have to be widened, and 16 sums of each product. */
 static inline int64_t fn_product_bytes(const struct fn_declared *job) {
     const int64_t rows = job->rows < FN_PRODUCT_ROWS ? (job->rows + 3) / 4 * 4 : FN_PRODUCT_ROWS;
     if (job->wide) return 2 * FN_PRODUCT_DEPTH * (int64_t)sizeof(double);

@@ -12,8 +12,6 @@
  */
 enum { SUMS = 16 };
 
-enum { PRODUCT_ROWS = FN_PRODUCT_ROWS, PRODUCT_COLUMNS = FN_PRODUCT_COLUMNS, PRODUCT_DEPTH = FN_PRODUCT_DEPTH };
-
 #if !defined(P_LANES) && LANES > 1 /* SVE has its own */
 #define P_LANES LANES
 #define P_VECTORS (SUMS / LANES)
@@ -28,7 +26,7 @@ FN_INLINE void p_store(float *p, P x) { v_store(p, x); }
 
 /* n elements as float, and +0 up to whole sums. */
 static void widen_terms(int64_t kind, const char *row, int64_t begin, int64_t n, float *to) {
-    const int64_t whole = (n + SUMS - 1) / SUMS * SUMS;
+    const int64_t whole = fn_round_up(n, SUMS);
     int64_t i = 0;
     for (; i + UNIT <= n; i += UNIT) u_store(F32, to, i, UNIT, load_any(kind, row, begin + i, UNIT));
     for (; i < whole; i += UNIT) {
@@ -37,23 +35,15 @@ static void widen_terms(int64_t kind, const char *row, int64_t begin, int64_t n,
     }
 }
 
-/* The halving tree of 16 sums. */
-FN_INLINE float halve_sums_of_product(const float *s) {
-#if defined(UNIT_IS_KNOWN_LATER)
-    if (UNIT >= SUMS) return u_halve(0, u_load(F32, s, 0, SUMS));
-    return u_halve(0, u_add(u_load(F32, s, 0, UNIT), u_load(F32, s, UNIT, UNIT)));
-#elif LANES == 16
+/* The halving tree of 16 sums, which it may overwrite. */
+FN_INLINE float halve_sums_of_product(float *s) {
+#if !defined(P_LANES)
+    return halve_sums(s, SUMS);
+#elif LANES == 16 /* a sum is half a unit */
     return v_halve(v_load(s));
-#elif LANES == 8
-    return u_halve(0, u_load(F32, s, 0, UNIT));
-#elif LANES == 4
-    return u_halve(0, u_add(u_load(F32, s, 0, UNIT), u_load(F32, s, UNIT, UNIT)));
 #else
-    float v[8];
-    for (int i = 0; i < 8; i++) v[i] = s[i] + s[i + 8];
-    for (int half = 4; half; half /= 2)
-        for (int i = 0; i < half; i++) v[i] += v[i + half];
-    return v[0];
+    if ((int)UNIT >= SUMS) return u_halve(0, u_load(F32, s, 0, SUMS));
+    return u_halve(0, u_add(u_load(F32, s, 0, UNIT), u_load(F32, s, UNIT, UNIT)));
 #endif
 }
 
@@ -141,7 +131,7 @@ enum { TILE_COLUMNS = 3 };
 FN_INLINE void add_tile(int kind, int fused, TILE_ARGUMENTS) {
     const int64_t size = kind == F32 ? 4 : 2;
     for (int lane = 0; lane < SUMS; lane += P_LANES, x += P_LANES, w += P_LANES * size, sums += P_LANES, ahead = 0) {
-#define AT(r, c) (sums + ((r) * PRODUCT_COLUMNS + (c)) * SUMS)
+#define AT(r, c) (sums + ((r) * FN_PRODUCT_COLUMNS + (c)) * SUMS)
 #define BEGIN(r, c) P s##r##c = p_load(F32, (const char *)AT(r, c));
 #define BEGIN_ROW(r) EACH_COLUMN(BEGIN, r)
         EACH_ROW(BEGIN_ROW)
@@ -182,7 +172,7 @@ FN_INLINE void add_tile(int fused, TILE_ARGUMENTS) {
     (void)ahead;
     for (int r = 0; r < 4; r++)
         for (int c = 0; c < TILE_COLUMNS; c++) {
-            float *const restrict s = sums + (r * PRODUCT_COLUMNS + c) * SUMS;
+            float *const restrict s = sums + (r * FN_PRODUCT_COLUMNS + c) * SUMS;
             const float *const restrict row = x + r * x_step, *const restrict column = (const float *)(const void *)(w + c * w_step);
             for (int64_t k = 0; k < n; k += SUMS) {
                 /* double holds a product of 16-bit numbers, and its sum rounds to float as the fused operation (docs/spec.md) */
@@ -216,14 +206,14 @@ static void add_terms_of_tiles(const struct block *b, int64_t begin, int64_t end
     tile_fn *const add = tiles[kind][b->fused];
     for (int i = 0; i < columns; i += TILE_COLUMNS)
         for (int64_t m = 0; m < b->rows; m += 4)
-            add(b->x + m * b->padded + begin, b->padded, w + i * w_step, w_step, end - begin, b->sums + (m * PRODUCT_COLUMNS + c + i) * SUMS,
+            add(b->x + m * b->padded + begin, b->padded, w + i * w_step, w_step, end - begin, b->sums + (m * FN_PRODUCT_COLUMNS + c + i) * SUMS,
                 m ? 0 : ahead);
 }
 
 /* Columns [c, end), whose terms from `begin` on are widened into memory at w: where tiles do not take them as they lie. */
 static void add_widened(const struct block *b, int64_t begin, int c, int end, float *w) {
     const struct fn_operand *const weight = &b->job->operand[FN_LINEAR_WEIGHT];
-    const int all = (end - c + TILE_COLUMNS - 1) / TILE_COLUMNS * TILE_COLUMNS;
+    const int all = (int)fn_round_up(end - c, TILE_COLUMNS);
     const int64_t n = b->padded - begin;
     for (int i = 0; i < all; i++) {
         if (c + i < end) widen_terms(weight->kind, b->first + (c + i) * b->step, begin, b->job->hidden - begin, w + i * n);
@@ -234,15 +224,15 @@ static void add_widened(const struct block *b, int64_t begin, int c, int end, fl
                            n * (int64_t)sizeof *w, 0);
 }
 
-/* Products of rows [begin, end), at most PRODUCT_ROWS, with columns [first, first + columns). */
+/* Products of rows [begin, end), at most FN_PRODUCT_ROWS, with columns [first, first + columns). */
 static void block_of_products(struct block *b, int64_t begin, int64_t end, int64_t first, int columns, float *room) {
     const struct fn_declared *const job = b->job;
     const struct fn_operand *const weight = &job->operand[FN_LINEAR_WEIGHT];
-    b->rows = (end - begin + 3) / 4 * 4;
+    b->rows = fn_round_up(end - begin, 4);
     b->first = (const char *)weight->address + first * b->step;
     b->sums = room;
-    float *const w = room + b->rows * PRODUCT_COLUMNS * SUMS;
-    memset(b->sums, 0, (size_t)(b->rows * PRODUCT_COLUMNS * SUMS) * sizeof *b->sums);
+    float *const w = room + b->rows * FN_PRODUCT_COLUMNS * SUMS;
+    memset(b->sums, 0, (size_t)(b->rows * FN_PRODUCT_COLUMNS * SUMS) * sizeof *b->sums);
     int c = 0;
 #if defined(P_LANES) /* columns are taken as they lie in memory: it does not pay to widen them in advance, for 512 rows either */
     if (tiles[weight->kind][b->fused]) {
@@ -255,16 +245,16 @@ static void block_of_products(struct block *b, int64_t begin, int64_t end, int64
     }
 #endif
     if (c < columns) add_widened(b, 0, c, columns, w);
-    float y[PRODUCT_COLUMNS];
+    float y[FN_PRODUCT_COLUMNS];
     for (int64_t m = begin; m < end; m++) {
-        for (c = 0; c < columns; c++) y[c] = halve_sums_of_product(b->sums + ((m - begin) * PRODUCT_COLUMNS + c) * SUMS);
+        for (c = 0; c < columns; c++) y[c] = halve_sums_of_product(b->sums + ((m - begin) * FN_PRODUCT_COLUMNS + c) * SUMS);
         end_products(job, m, first, columns, y);
     }
 }
 
 /* Rows [begin, end) as float, and rows of 0 up to a multiple of `tile`. */
 static void widen_rows_of_products(const struct fn_declared *job, int64_t begin, int64_t end, int tile, float *x) {
-    const int64_t padded = fn_product_padded(job), rows = (end - begin + tile - 1) / tile * tile;
+    const int64_t padded = fn_product_padded(job), rows = fn_round_up(end - begin, tile);
     for (int64_t m = begin; m < end; m++)
         widen_terms(job->operand[FN_LINEAR_X].kind, fn_row_of(job, FN_LINEAR_X, m), 0, job->hidden, x + (m - begin) * padded);
     memset(x + (end - begin) * padded, 0, (size_t)((rows - (end - begin)) * padded) * sizeof *x);
@@ -278,9 +268,9 @@ static void products_of_few_rows(const struct fn_declared *job, int64_t begin, i
     const int64_t step = fn_step(weight), padded = fn_product_padded(job);
     few_fn *const add = few[weight->kind][rows - 1];
     widen_rows_of_products(job, 0, rows, 1, x);
-    float sums[FN_FEW_ROWS * SUMS], y[FN_FEW_ROWS][PRODUCT_COLUMNS];
-    for (int64_t first = begin; first < end; first += PRODUCT_COLUMNS) {
-        const int columns = (int)(end - first < PRODUCT_COLUMNS ? end - first : PRODUCT_COLUMNS);
+    float sums[FN_FEW_ROWS * SUMS], y[FN_FEW_ROWS][FN_PRODUCT_COLUMNS];
+    for (int64_t first = begin; first < end; first += FN_PRODUCT_COLUMNS) {
+        const int columns = (int)(end - first < FN_PRODUCT_COLUMNS ? end - first : FN_PRODUCT_COLUMNS);
         for (int c = 0; c < columns; c++) {
             add(x, padded, (const char *)weight->address + (first + c) * step, job->hidden, sums);
             for (int r = 0; r < rows; r++) y[r][c] = halve_sums_of_product(sums + r * SUMS);
@@ -293,9 +283,9 @@ static void products_of_few_rows(const struct fn_declared *job, int64_t begin, i
 /* A product of float64 rows. */
 static double product_of_doubles(const struct fn_declared *job, const char *x, const char *w, double *room) {
     const int64_t x_kind = job->operand[FN_LINEAR_X].kind, w_kind = job->operand[FN_LINEAR_WEIGHT].kind;
-    double sums[SUMS] = {0}, *const other = room + PRODUCT_DEPTH;
-    for (int64_t k = 0; k < job->hidden; k += PRODUCT_DEPTH) {
-        const int n = (int)(job->hidden - k < PRODUCT_DEPTH ? job->hidden - k : PRODUCT_DEPTH);
+    double sums[SUMS] = {0}, *const other = room + FN_PRODUCT_DEPTH;
+    for (int64_t k = 0; k < job->hidden; k += FN_PRODUCT_DEPTH) {
+        const int n = (int)(job->hidden - k < FN_PRODUCT_DEPTH ? job->hidden - k : FN_PRODUCT_DEPTH);
         widen_double(x_kind, x, k, n, room);
         widen_double(w_kind, w, k, n, other);
         int i = 0;
@@ -310,7 +300,7 @@ static double product_of_doubles(const struct fn_declared *job, const char *x, c
 static void block_of_doubles(const struct fn_declared *job, int64_t begin, int64_t end, int64_t first, int columns, double *room) {
     const struct fn_operand *const o = job->operand;
     for (int64_t m = begin; m < end; m++) {
-        double y[PRODUCT_COLUMNS], bias[PRODUCT_COLUMNS];
+        double y[FN_PRODUCT_COLUMNS], bias[FN_PRODUCT_COLUMNS];
         if (o[FN_LINEAR_BIAS].kind) widen_double(o[FN_LINEAR_BIAS].kind, (const char *)o[FN_LINEAR_BIAS].address, first, columns, bias);
         for (int c = 0; c < columns; c++) {
             const char *const w = (const char *)o[FN_LINEAR_WEIGHT].address + (first + c) * fn_step(&o[FN_LINEAR_WEIGHT]);
@@ -337,7 +327,7 @@ void FN_OF(declared_products)(const struct fn_declared *job, int64_t begin, int6
                       .step = fn_step(&job->operand[FN_LINEAR_WEIGHT])};
     int64_t widened = -1;
     for (int64_t i = begin; i < end; i++) {
-        const int64_t m = i / blocks * PRODUCT_ROWS, last = job->rows - m < PRODUCT_ROWS ? job->rows : m + PRODUCT_ROWS;
+        const int64_t m = i / blocks * FN_PRODUCT_ROWS, last = job->rows - m < FN_PRODUCT_ROWS ? job->rows : m + FN_PRODUCT_ROWS;
         const int64_t first = i % blocks * columns, left = job->columns - first;
         const int n = (int)(left < columns ? left : columns);
         if (job->wide) {
@@ -346,6 +336,6 @@ void FN_OF(declared_products)(const struct fn_declared *job, int64_t begin, int6
         }
         if (widened != m) widen_rows_of_products(job, m, last, 4, x);
         widened = m;
-        block_of_products(&b, m, last, first, n, x + (last - m + 3) / 4 * 4 * b.padded);
+        block_of_products(&b, m, last, first, n, x + fn_round_up(last - m, 4) * b.padded);
     }
 }

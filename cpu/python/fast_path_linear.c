@@ -28,7 +28,7 @@ static int read_operands(PyObject *const *arguments, struct given *g) {
     if (weight->shape[1] != job->hidden || (o[WEIGHT].kind == FN_F64 && !job->wide)) return 0;
     if (o[BIAS].kind && (bias->ndim != 1 || bias->shape[0] != job->columns || (o[BIAS].kind == FN_F64 && !job->wide))) return 0;
     o[X].outer_stride = job->inner * o[X].stride;
-    /* A product that takes a thread about a second is made by Python, which looks for an interrupt meanwhile. */
+    /* A product that takes a thread half a second or more is made by Python, which looks for an interrupt meanwhile. */
     const double terms = (double)job->rows * (double)job->columns * (double)job->hidden;
     g->call.rows = fn_product_elements(job) / job->hidden; /* whether the call is short depends on all elements that it reads */
     return terms <= (double)FN_PRODUCT_OF_A_CALL;

@@ -29,7 +29,6 @@ FN_INLINE U u_mul(U x, U y) { return svmul_f32_x(all(), x, y); }
 /* See product_body.h: at most 16 lanes. */
 #define P_LANES (UNIT < 16 ? UNIT : 16)
 #define P_VECTORS (UNIT < 16 ? 2 : 1) /* of 256 bits, or of more: those of 128 bits are not used (cpu_features.c) */
-#define UNIT_IS_KNOWN_LATER 1
 #define MANY_REGISTERS 1
 typedef svfloat32_t P;
 FN_INLINE P p_zero(void) { return u_set1(0); }
