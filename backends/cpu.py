@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 from zipimport import zipimporter
 
 import torch
@@ -143,9 +143,7 @@ def forward(call: AnyCall) -> None:
     """
     of_gates = isinstance(call, Call) and call.name == "gate"
     function = getattr(_lib, "fn_run_gate" if of_gates else _FUNCTIONS.get(type(call), "fn_run"))
-    of_products = isinstance(call, Call) and call.name == "linear"
-    parts: Iterable[AnyCall] = _parts_of_products(cast("Call", call)) if of_products else (call,)
-    for part in parts:
+    for part in _parts_of_products(call) if isinstance(call, Call) and call.name == "linear" else (call,):
         if function(c_abi.PACKED[type(part)](part, torch.get_num_threads())):
             raise MemoryError(f"fusednorm found no memory for rows of {call.hidden_size} elements")
 
@@ -155,7 +153,10 @@ def _parts_of_products(call: Call) -> Iterator[Call]:
     x, weight, bias, out = (call.tensors[name] for name in ("x", "weight", "bias", "out"))
     assert weight is not None
     assert out is not None
-    columns = max(96, int(_lib.FN_PRODUCT_OF_A_CALL / (call.rows * call.hidden_size)))
+    columns = max(96, _lib.FN_PRODUCT_OF_A_CALL // (call.rows * call.hidden_size))
+    if columns >= weight.shape[0]:  # nearly always
+        yield call
+        return
     for first in range(0, weight.shape[0], columns):
         of = slice(first, first + columns)
         tensors = {"x": x, "weight": weight[of], "bias": None if bias is None else bias[of], "out": out[..., of]}
