@@ -394,7 +394,7 @@ class RMSNormGated(RMSNorm):
 
 
 #: Whether there is autocast on any device, which torch tells sooner than that of one device.
-_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 
 def as_autocast(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
@@ -404,7 +404,7 @@ def as_autocast(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
     """
     operands = x, *others
     if (
-        not _autocast()
+        not any_autocast()
         or not isinstance(x, Tensor)
         or x.dtype == torch.float64
         or not torch.is_autocast_enabled(x.device.type)

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, dtype, fx
 
+from fusednorm.operations.modules import any_autocast
 from fusednorm.transformers.reads import LeftAloneError, Reads, traced
 
 aten = torch.ops.aten
 
 _A = torch.float32  # the accumulator type
-#: Whether there is autocast on any device, which torch tells sooner than that of one device.
-_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 #: Rows and weights of one dtype, or one of both in float32, as the rows of Mamba 2's states are.
 _PAIRS = [*(pair for x in (torch.float16, torch.bfloat16) for pair in ((x, x), (x, _A), (_A, x))), (_A, _A)]
 
@@ -87,7 +86,7 @@ def taken(found: Forms, reads: Reads, x: Tensor, module: torch.nn.Module) -> Tak
     if form is None or (form.dims is not None and form.dims != x.dim()):
         return None
     if form.center:
-        if _autocast() and torch.is_autocast_enabled(x.device.type):  # torch's LayerNorm may convert its operands
+        if any_autocast() and torch.is_autocast_enabled(x.device.type):  # torch's LayerNorm may convert its operands
             return None
         bias = parameters["bias"] if "bias" in parameters else getattr(module, "bias", None)
         if bias is not None and (weight is None or bias.dtype != weight.dtype):

@@ -14,12 +14,10 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fusednorm.calls.call import FLOATS
 from fusednorm.operations.linear import linear
 from fusednorm.operations.modules import Linear, as_autocast
 from fusednorm.transformers.replacing import Outcome, Patched, attach
-
-#: The dtypes of products.
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class PatchedProduct(Patched):
@@ -60,7 +58,7 @@ def _fit(x: Tensor, weight: Any, bias: Any, turned: bool) -> bool:
     if not isinstance(weight, Tensor) or weight.dim() != 2 or x.dim() == 0:
         return False
     k, n = weight.shape if turned else weight.shape[::-1]
-    if x.dtype not in _DTYPES or x.shape[-1] != k or k == 0:
+    if x.dtype not in FLOATS or x.shape[-1] != k or k == 0:
         return False
     like = x.dtype, x.device
     if (weight.dtype, weight.device) != like or _stands_for_others(weight):
@@ -110,6 +108,6 @@ def _reason(module: Any) -> str | None:
         return "its weight has no shape yet"
     if isinstance(weight, Tensor) and _stands_for_others(weight):
         return f"its weight is a {type(weight).__name__}"
-    if not isinstance(weight, Tensor) or weight.dtype not in _DTYPES:
+    if not isinstance(weight, Tensor) or weight.dtype not in FLOATS:
         return f"its weight is {weight.dtype if isinstance(weight, Tensor) else type(weight).__name__}"
     return None

@@ -299,6 +299,7 @@ def _frequencies(module: torch.nn.Module, own: _Own) -> _Own:
         if after is None or after.shape != before.shape or before.is_meta:
             raise _OthersError(f"a new {type(module).__name__} has no such {name}")
         near = after.to(before)
+        # torch's pow, and each of the few operations after it, is off by an ulp or two: others were assigned
         if not torch.allclose(near, before, rtol=8 * torch.finfo(before.dtype).eps, atol=0):
             raise _OthersError(f"a new {type(module).__name__} has another {name}")
         new.buffers[name] = near
