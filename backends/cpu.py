@@ -26,6 +26,7 @@ KNOWS |= {"gate_steps", "gate_interleaved", "softcap", "affine_backward", "gate_
 KNOWS |= {"center", "log_prob", "log_prob_backward", "log_prob_parts"}
 KNOWS |= {of.name.lower() for of in DeclaredOf if of > DeclaredOf.SUMS}  # those before are log-probabilities
 KNOWS |= {f"{of.name.lower()}.{flag}" for of, flags in FLAGS_OF.items() for flag in flags}
+KNOWS |= {"paged_attention", *[f"paged_attention.{flag}" for flag in FLAGS_OF[DeclaredOf.ATTENTION]]}
 KNOWS |= with_functions("gate", "gate_backward", "norm_gated", "norm_gated_backward")
 
 #: The type of device whose tensors the fast path takes to this backend; None if there is no fast path.
@@ -143,13 +144,29 @@ def forward(call: AnyCall) -> None:
     """
     of_gates = isinstance(call, Call) and call.name == "gate"
     function = getattr(_lib, "fn_run_gate" if of_gates else _FUNCTIONS.get(type(call), "fn_run"))
-    for part in _parts_of_products(call) if isinstance(call, Call) and call.name == "linear" else (call,):
-        if function(c_abi.PACKED[type(part)](part, torch.get_num_threads())):
+    for packed in _packed(call, torch.get_num_threads()):
+        if function(packed):
             raise MemoryError(f"fusednorm found no memory for rows of {call.hidden_size} elements")
 
 
+def _packed(call: AnyCall, threads: int) -> Iterator[bytes]:
+    """The call as C takes it, a long one in parts of half a second on one thread: an interrupt is seen between them."""
+    if isinstance(call, Call) and call.name == "linear":
+        for part in _parts_of_products(call):
+            yield c_abi.pack_declared(part, threads)
+    elif isinstance(call, Call) and call.name in ("attention", "paged_attention"):
+        q, k, v, pages = call.q, call.k, call.v, call.tensors.get("pages")
+        keys, queries = (k.shape[2], q.shape[2]) if pages is None else (pages.shape[1] * k.shape[2], q.shape[0])
+        of_a_query = q.numel() // max(q.shape[-1] * queries, 1) * keys * (q.shape[-1] + v.shape[-1])
+        count = max(_lib.FN_ATTENTION_OF_A_CALL // max(of_a_query, 1), 1)
+        for first in range(0, queries, count):
+            yield c_abi.pack_attention(call, threads, first, min(first + count, queries))
+    else:
+        yield c_abi.PACKED[type(call)](call, threads)
+
+
 def _parts_of_products(call: Call) -> Iterator[Call]:
-    """Calls of columns of the products, each of half a second on one thread: an interrupt is seen between them."""
+    """Calls of columns of the products."""
     x, weight, bias, out = (call.tensors[name] for name in ("x", "weight", "bias", "out"))
     assert weight is not None
     assert out is not None

@@ -30,9 +30,10 @@ ffibuilder.cdef("""
     int fn_run(const void *call);
     void fn_run_gate(const void *packed); /* a `struct fn_gate` */
     int fn_run_rotation(const void *packed); /* a `struct fn_rotation` */
-    int fn_run_declared(const void *packed); /* a `struct fn_declared` */
+    int fn_run_declared(const void *packed); /* a `struct fn_declared` or a `struct fn_attention` */
     int fn_run_triton(uintptr_t kernel, const void *call, int64_t programs);
     #define FN_PARALLEL_ELEMENTS ...
     #define FN_PRODUCT_OF_A_CALL ...
+    #define FN_ATTENTION_OF_A_CALL ...
 """)
 ffibuilder.set_source("fusednorm._cpu", '#include "run/tuning.h"\n#include "abi/triton_programs.h"')

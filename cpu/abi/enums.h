@@ -55,7 +55,7 @@ enum fn_gate_order {
  * SUMS: of a row's segments. */
 enum fn_declared_of {
     FN_LOG_SOFTMAX = 0, FN_LOGSUMEXP = 1, FN_SELECTED = 2, FN_SELECTED_AND_ENTROPY = 3, FN_LOGARITHM = 4,
-    FN_SUMS = 5, FN_MODULATE = 6, FN_MODULATE_BACKWARD = 7, FN_LINEAR = 8
+    FN_SUMS = 5, FN_MODULATE = 6, FN_MODULATE_BACKWARD = 7, FN_LINEAR = 8, FN_ATTENTION = 9
 };
 
 /* Flags of a rotation, beside ROUND_NORM. */

@@ -5,6 +5,7 @@
 #include "abi/call.h"
 #include "abi/gate.h"
 #include "abi/declared.h"
+#include "abi/attention.h"
 #include "abi/rotation.h"
 
 #if defined(__FAST_MATH__) || defined(__ASSOCIATIVE_MATH__) || defined(__RECIPROCAL_MATH__) || \
@@ -192,7 +193,7 @@ typedef void fn_quantize_row(const struct fn_quantizer *q, int kind, const char 
 #define FN_KERNELS_BESIDE(fn)                                                                  \
     fn(two_norms_rows) fn(backward_begin) fn(backward_rows) fn(backward_flush) fn(backward_end) \
     fn(normalise_again) fn(quantize_row) fn(gate_run) fn(rotate_row) fn(declared_row) fn(declared_sums) \
-    fn(declared_products)
+    fn(declared_products) fn(attend)
 #define FN_MEMBER(name) fn_##name *name;
 struct fn_kernels {
     FN_KERNELS(FN_MEMBER)
@@ -258,8 +259,12 @@ fn_run_fn fn_run;
 /* Normalises and rotates heads, as a `struct fn_rotation` says, under the same conditions; returns as fn_run does. */
 int fn_run_rotation(const void *packed);
 
-/* Computes a declared operation, or its gradient, as a `struct fn_declared` says, under the same conditions; returns as fn_run does. */
+/*
+ * Computes a declared operation, or its gradient, as a `struct fn_declared` says, or a `struct fn_attention` whose output shares no
+ * memory with operands, under the same conditions; returns as fn_run does.
+ */
 int fn_run_declared(const void *packed);
+int fn_run_attention(const void *packed); /* attention.c */
 
 /* Runs a gate, a `struct fn_gate`, under the same conditions. Outputs of a backward pass share no memory with inputs. */
 void fn_run_gate(const void *packed);

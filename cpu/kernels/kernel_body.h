@@ -288,4 +288,6 @@ const struct fn_kernels FN_JOIN(fn_kernels, ISA) = {FN_OF(forward_rows), FN_KERN
 #include "kernels/rotation_body.h"
 
 #include "kernels/declared_body.h"
+
+#include "kernels/attention_body.h"
 #endif

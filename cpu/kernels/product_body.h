@@ -3,7 +3,7 @@
  * one, two or four vectors. A file kernel_<isa>.c may have more names than pairs.h asks for; these are made of its own:
  *
  *   P, P_LANES, P_VECTORS      a vector of so many floats, 4, 8 or 16; like U it may have no size; and how many have 16
- *   p_zero p_add p_fma         p_fma rounds x * w + s once
+ *   p_zero p_set1 p_add p_fma  p_fma rounds x * w + s once
  *   p_mul                      rounds x * w
  *   p_load                     widens P_LANES elements
  *   p_store                    stores floats
@@ -17,6 +17,7 @@ enum { SUMS = 16 };
 #define P_VECTORS (SUMS / LANES)
 typedef V P;
 FN_INLINE P p_zero(void) { return v_set1(0); }
+FN_INLINE P p_set1(float x) { return v_set1(x); }
 FN_INLINE P p_add(P x, P y) { return v_add(x, y); }
 FN_INLINE P p_mul(P x, P w) { return v_mul(x, w); }
 FN_INLINE P p_fma(P x, P w, P s) { return v_fma(x, w, s); }

@@ -131,6 +131,7 @@ static int run_products(const struct fn_declared *job) {
 
 int fn_run_declared(const void *packed) {
     const struct fn_declared *job = packed;
+    if (job->operation == FN_ATTENTION) return fn_run_attention(packed);
     if (job->sums) return run_sums(job);
     if (job->operation == FN_LINEAR) return run_products(job);
     const int64_t bytes = job->rows * job->hidden * fn_element_size(job->operand[0].kind);

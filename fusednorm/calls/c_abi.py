@@ -6,7 +6,7 @@ import functools
 import itertools
 import struct
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -353,9 +353,56 @@ def pack_declared(call: Call, threads: int = 1) -> bytes:
     )
 
 
+_ATTENTION = struct.Struct("=16q2d31q")
+_NO_PAGES = 0, 0, 0, 0, 0, 0, 0, 0
+
+
+def pack_attention(call: Call, threads: int = 1, first: int = 0, last: int | None = None) -> bytes:
+    """Attention as ``struct fn_attention`` of ``cpu/abi/attention.h``; of queries [first, last), or from first on."""
+    tensors, flags, of_pages = call.tensors, call.flags, call.name == "paged_attention"
+    q, k, v, sinks, out = (call.tensors[name] for name in ("q", "k", "v", "sinks", "out"))
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    assert out is not None
+    size, mask, pages = q.element_size(), tensors.get("mask"), _NO_PAGES
+    if of_pages:
+        table, starts, lengths = (cast(Tensor, tensors[name]) for name in ("pages", "starts", "lengths"))
+        queries, sequences = q.shape[0], lengths.shape[0]
+        of_pages_in_c = KINDS[table.dtype], table.data_ptr(), table.stride(0), k.shape[2]
+        pages = (*of_pages_in_c, KINDS[starts.dtype], starts.data_ptr(), KINDS[lengths.dtype], lengths.data_ptr())
+        of_queries = [(t.data_ptr(), 0, size * t.stride(1), size * t.stride(0)) for t in (q, out)]
+    else:
+        queries, sequences = q.shape[2], q.shape[0]
+        of_queries = [_rows_in_heads(t) for t in (q, out)]
+    of_mask = (0,) * 5 if mask is None else (mask.data_ptr(), *_strides_of_mask(mask, q.shape, k.shape[2]))
+    return _ATTENTION.pack(
+        *(0, DeclaredOf.ATTENTION.value, 0, threads, KINDS[q.dtype], sequences, q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], queries, k.shape[2]),
+        *(first, queries if last is None else last, flags["causal"], flags["window"] or 0),
+        *(flags["scale"], flags["softcap"] or 0.0),
+        *(*of_queries[0], *_rows_in_heads(k), *_rows_in_heads(v), *of_queries[1]),
+        *(*of_mask, *((0, 0) if sinks is None else (KINDS[sinks.dtype], sinks.data_ptr())), *pages),
+    )
+
+
+def _rows_in_heads(tensor: Tensor) -> tuple[int, int, int, int]:
+    """The address of [B, H, L, D], and its first strides in bytes."""
+    size, (batch, head, row, _) = tensor.element_size(), tensor.stride()
+    return tensor.data_ptr(), size * batch, size * head, size * row
+
+
+def _strides_of_mask(mask: Tensor, shape: torch.Size, keys: int) -> list[int]:
+    """Strides of a mask, 0 where all share one number. ``shape``: of q."""
+    wanted = (*shape[:3], keys)
+    return [stride if n == m else 0 for stride, n, m in zip(mask.stride(), mask.shape, wanted, strict=True)]
+
+
 def pack_call(call: Call, threads: int = 1) -> bytes:
-    """A declared operation, or its gradient; gates have a structure of their own."""
-    return (pack_gate if call.name == "gate" else pack_declared)(call, threads)
+    """A declared operation, or its gradient; gates and attention have structures of their own."""
+    return _PACKED_BY_NAME.get(call.name, pack_declared)(call, threads)
+
+
+_PACKED_BY_NAME = {"gate": pack_gate, "attention": pack_attention, "paged_attention": pack_attention}
 
 
 #: How C takes each call.

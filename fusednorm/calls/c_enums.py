@@ -115,10 +115,12 @@ class DeclaredOf(IntEnum):
     MODULATE = 6
     MODULATE_BACKWARD = 7
     LINEAR = 8
+    ATTENTION = 9
 
 
 #: The flags that these kernels know, but those of log-probabilities.
 FLAGS_OF = dict.fromkeys((DeclaredOf.MODULATE, DeclaredOf.MODULATE_BACKWARD), ("round_steps",))
+FLAGS_OF[DeclaredOf.ATTENTION] = ("causal", "window", "softcap")
 
 
 class RotationFlag(IntEnum):

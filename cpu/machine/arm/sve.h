@@ -32,6 +32,7 @@ FN_INLINE U u_mul(U x, U y) { return svmul_f32_x(all(), x, y); }
 #define MANY_REGISTERS 1
 typedef svfloat32_t P;
 FN_INLINE P p_zero(void) { return u_set1(0); }
+FN_INLINE P p_set1(float x) { return u_set1(x); }
 FN_INLINE P p_add(P x, P y) { return u_add(x, y); }
 FN_INLINE P p_mul(P x, P w) { return u_mul(x, w); }
 FN_INLINE P p_fma(P x, P w, P s) { return svmla_f32_x(all(), s, x, w); }
