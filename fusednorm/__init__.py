@@ -37,6 +37,7 @@ from fusednorm import quantizations
 from fusednorm.accelerate import accelerate_torch
 from fusednorm.calls.quantization import Quantization
 from fusednorm.operations import inference as _inference  # noqa: F401 - registers their operators
+from fusednorm.operations.attention import attention, paged_attention
 from fusednorm.operations.explain import explain
 from fusednorm.operations.functions import gelu, relu2, softcap
 from fusednorm.operations.gate import gate, gate_, gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
@@ -100,6 +101,7 @@ __all__ = [
     "RMSNormGated",
     "__version__",
     "accelerate_torch",
+    "attention",
     "backends",
     "contract",
     "explain",
@@ -122,6 +124,7 @@ __all__ = [
     "log_softmax",
     "logsumexp",
     "modulate",
+    "paged_attention",
     "prewarm",
     "qk_norm_rope",
     "qk_norm_rope_",

@@ -327,6 +327,15 @@ def check_products(
         check_memory(name, operand)
 
 
+def check_incoming(name: str, d: Tensor, shape: list[int], x: Tensor, x_name: str, *, in_memory: bool) -> None:
+    """The gradient of a result of this shape; and memory, if there must be."""
+    check_floats(name, d, x, x_name)
+    if list(d.shape) != shape:
+        raise ValueError(f"{name} must have the result's shape {shape}, got {list(d.shape)}; pass its gradient")
+    if in_memory:
+        check_memory(name, d)
+
+
 def check_one_row(name: str, weight: Tensor | None) -> None:
     """That a weight has no rows of its own for heads, for the port of a library that would read the first one alone."""
     if getattr(weight, "ndim", 1) > 1:

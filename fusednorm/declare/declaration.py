@@ -44,16 +44,26 @@ class Role(Enum):
     COLUMNS = "columns"
     #: [..., M]: of a result, a number for each row of the matrix.
     PRODUCTS = "products"
+    #: Keys that rows meet, of a shape that the operation's own checks say.
+    KEYS = "keys"
+    #: [..., M], the values of the keys, where M is the length of rows of results that have the role WEIGHED.
+    VALUES = "values"
+    #: A number for each head of the rows.
+    OF_HEADS = "of heads"
+    #: Which keys rows meet, and where those lie, of shapes that the operation's own checks say. It has no gradient.
+    WHICH = "which"
+    #: [..., M]: of a result, a sum of values for each row.
+    WEIGHED = "weighed"
 
 
 #: The roles of operands that all rows take whole, and whose gradients are sums over rows.
 WHOLE = (Role.WEIGHT, Role.MATRIX, Role.COLUMNS)
 
 #: The roles of what has rows, of one length or another.
-WITH_ROWS = (Role.ROWS, Role.PRODUCTS)
+WITH_ROWS = (Role.ROWS, Role.PRODUCTS, Role.WEIGHED)
 
 #: The roles of operands that have no gradient.
-CONSTANT = (Role.IDS, Role.CHOSEN, Role.SETTINGS, Role.TABLE)
+CONSTANT = (Role.IDS, Role.CHOSEN, Role.SETTINGS, Role.TABLE, Role.WHICH)
 
 
 class Operand(NamedTuple):
@@ -95,6 +105,9 @@ class Kernel(NamedTuple):
     known: tuple[str, ...] = ()
     #: An operation with all operands and results that this one has: one kernel has both, and calls name all.
     like: Declaration | None = None
+    #: Whether backends take tensors as they lie, with any strides but one of 1 in the last dimension of what has rows,
+    #: keys or values; else in levels of rows that are the same for all.
+    as_they_lie: bool = False
 
 
 _OF_THE_NAME = Kernel("", "")

@@ -22,6 +22,7 @@ from fusednorm.calls.checks import (
     check_dtype,
     check_flag,
     check_floats,
+    check_incoming,
     check_memory,
     check_needs,
     check_operands,
@@ -77,7 +78,10 @@ class Plan:
         #: The operand whose rows make the columns of results, and those that have a number for each.
         self.matrix, *_ = (*[one.name for one in declaration.operands if one.role is Role.MATRIX], None)
         self._of_columns = tuple(one.name for one in declaration.operands if one.role is Role.COLUMNS)
-        self._fits = tuple((operand.name, *_FITS[operand.role]) for operand in declaration.operands)
+        #: The operand whose rows are as long as those of results that are sums of them.
+        self.values, *_ = (*[one.name for one in declaration.operands if one.role is Role.VALUES], None)
+        by_roles = declaration.operands if declaration.checks is None else ()
+        self._fits = tuple((operand.name, *_FITS[operand.role]) for operand in by_roles)
         self._checks = {flag: _check_of(flag, default) for flag, default in declaration.flags.items()}
         if declaration.transposed is not None:  # of any rows
             self._checks = {flag: _without_rows(check) for flag, check in self._checks.items()}
@@ -238,6 +242,9 @@ class Plan:
             return lambda operands: operands[matrix].shape[:1]
         if role is Role.PRODUCTS:
             return lambda operands: operands[first].shape[:-1] + operands[matrix].shape[:1]
+        values = self.values
+        if role is Role.WEIGHED:
+            return lambda operands: operands[first].shape[:-1] + operands[values].shape[-1:]
         return lambda operands: operands[first].shape[:-1]
 
     def _dtype_of(self, result: Result) -> Callable[[Mapping[str, Any], Flags], torch.dtype]:
@@ -272,6 +279,11 @@ class Plan:
         """Checks the tensors and the flags of the gradients' operator; returns its operands, and all by name."""
         operands = {name: given[name] for name in self.operands}
         check_needs(needs, self.with_gradient)
+        if self.declaration.checks is not None:
+            flags = self.declaration.checks(operands, {flag: given[flag] for flag in self.gradient_flags}, in_memory)
+            for name, (_, shape, _) in zip(self.declaration.incoming, self.results(operands, flags), strict=False):
+                check_incoming(name, given[name], list(shape), operands[self.rows], self.rows, in_memory=in_memory)
+            return operands, {**given, **flags}
         tensors = {name: given[name] for name in (*self.operands, *self.declaration.backward_tensors)}
         self.check_tensors(operands, tensors, in_memory)
         flags = self.check_flags(operands, {flag: given[flag] for flag in self.gradient_flags})
