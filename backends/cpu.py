@@ -26,7 +26,7 @@ KNOWS |= {"gate_steps", "gate_interleaved", "softcap", "affine_backward", "gate_
 KNOWS |= {"center", "log_prob", "log_prob_backward", "log_prob_parts"}
 KNOWS |= {of.name.lower() for of in DeclaredOf if of > DeclaredOf.SUMS}  # those before are log-probabilities
 KNOWS |= {f"{of.name.lower()}.{flag}" for of, flags in FLAGS_OF.items() for flag in flags}
-KNOWS |= {"paged_attention", *[f"paged_attention.{flag}" for flag in FLAGS_OF[DeclaredOf.ATTENTION]]}
+KNOWS |= {"paged_attention"}
 KNOWS |= with_functions("gate", "gate_backward", "norm_gated", "norm_gated_backward")
 
 #: The type of device whose tensors the fast path takes to this backend; None if there is no fast path.

@@ -120,7 +120,6 @@ class DeclaredOf(IntEnum):
 
 #: The flags that these kernels know, but those of log-probabilities.
 FLAGS_OF = dict.fromkeys((DeclaredOf.MODULATE, DeclaredOf.MODULATE_BACKWARD), ("round_steps",))
-FLAGS_OF[DeclaredOf.ATTENTION] = ("causal", "window", "softcap")
 
 
 class RotationFlag(IntEnum):

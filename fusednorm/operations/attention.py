@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from fusednorm.calls.attention_checks import check_attention, check_paged_attention, check_pages
 from fusednorm.calls.checks import requires_grad
+from fusednorm.calls.fast_path import Entry
 from fusednorm.declare.declaration import Declaration, Kernel, Operand, Result, Role
 from fusednorm.operations.front_door import Operation
 from fusednorm.reference import attention as reference
 
+#: As C takes a call without an output, of the operator too.
+_TAKEN = "q k v sinks mask scale causal window softcap"
 _HEADS = (Operand("q"), Operand("k", Role.KEYS), Operand("v", Role.VALUES))
 _SINKS = Operand("sinks", Role.OF_HEADS, optional=True)
 _FLAGS = {"scale": float, "causal": True, "window": int, "softcap": float}
@@ -38,8 +42,10 @@ _ATTENTION = Operation(
         kernel=Kernel("attention", "attention", known=(*_FLAGS,), as_they_lie=True),
         samples=_SAMPLES,
         refused=_REFUSED,
-    )
+    ),
+    fast=Entry("attention", _TAKEN).open(),
 )
+_on_fast_path = _ATTENTION.open(Entry("attention", f"{_TAKEN} out"))
 _PAGED = Operation(
     Declaration(
         "paged_attention",
@@ -102,6 +108,10 @@ def attention(
         TypeError: an operand is no tensor, or of a dtype that does not fit.
         ValueError: shapes, devices, numbers or memory do not fit.
     """
+    if not is_dynamo_compiling():
+        found: Tensor | None = _on_fast_path(q, k, v, sinks, mask, scale, causal, window, softcap, out)
+        if found is not None:
+            return found
     operands = {"q": q, "k": k, "v": v, "sinks": sinks, "mask": mask}
     flags = {"scale": scale, "causal": causal, "window": window, "softcap": softcap}
     return _ATTENTION("attention", **operands, **flags, out=out)
