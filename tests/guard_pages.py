@@ -99,7 +99,7 @@ class Calls:
 
     def __init__(self, extension, memory, largest):
         self._extension = extension
-        self.memory = {name: memory(largest) for name in FORWARD + BACKWARD + ROTATED + PRODUCT}
+        self.memory = {name: memory(largest) for name in FORWARD + BACKWARD + ROTATED + PRODUCT + ATTENTION}
         self._say = lambda call: None
         self.made = 0
 
@@ -199,11 +199,50 @@ class Calls:
         for memory in self.memory.values():
             memory.clear()
 
+    def attention(self, dtype, heads, queries, keys, size, size_of_values, holes, at_end):
+        """Attention of one sequence, whose heads share one head of keys, with a mask."""
+        self._say(f"attention {dtype} {heads=} {queries=} {keys=} {size=} {size_of_values=} {holes=} {at_end=}")
+        counts = heads * queries * size, keys * size, keys * size_of_values, heads * queries * size_of_values
+        rows, lengths = (queries, keys, keys, queries), (size, size, size_of_values, size_of_values)
+        operands = []
+        for name, count, in_head, length in zip(ATTENTION, counts, rows, lengths, strict=False):
+            address = self.memory[name].place(count * BYTES[dtype], at_end)
+            operands += (address, 0, in_head * length * BYTES[dtype], length * BYTES[dtype])
+        mask = self.memory["mask"].place(queries * keys, at_end)
+        ctypes.memset(mask, 1, queries * keys)
+        if holes:
+            ctypes.memset(mask, 0, queries * keys // 2)
+        numbers = (
+            0,
+            ATTENDED,
+            0,
+            1,
+            NAMES.index(dtype),
+            1,
+            heads,
+            1,
+            size,
+            size_of_values,
+            queries,
+            keys,
+            0,
+            queries,
+            1,
+            0,
+        )
+        packed = struct.pack("=16q2d31q", *numbers, 1.0, 0.0, *operands, mask, 0, 0, keys, 1, *(0,) * 10)
+        if self._extension.lib.fn_run_declared(packed):
+            raise MemoryError
+        self.made += 1
+        for memory in self.memory.values():
+            memory.clear()
+
 
 BACKWARD_PASS = 1  # FN_BACKWARD
-LINEAR = 8  # FN_LINEAR
+LINEAR, ATTENDED = 8, 9  # FN_LINEAR, FN_ATTENTION
 FORWARD = ("x", "residual", "weight", "out", "residual_out", "rstd")
 PRODUCT = ("product_x", "product_weight", "product_bias", "product_out")
+ATTENTION = ("q", "keys", "values", "sums", "mask")
 BACKWARD = ("dy", "d_total", "h", "rstd", "weight", "dx", "dresidual", "dweight")
 ROTATED = (*(f"{name}{what}" for name in "qk" for what in ("", "_out", "_weight", "_rstd")), "cos", "sin")
 
@@ -220,6 +259,17 @@ def every_product(calls, every):
                 shape = rows, columns, size, random.choice(GAPS)
                 if next(turn) % every == 0:
                     calls.product(dtypes, *shape, at_end)
+
+
+def every_attention(calls, every):
+    """One query and several, around units and blocks."""
+    random = Random(0)
+    for turn, (size, dtype, at_end) in enumerate(
+        itertools.product((1, 5, 33, 64, 80, 128, 256), NARROW, (True, False))
+    ):
+        heads, queries, keys = random.choice((1, 2, 3)), random.choice((1, 2, 9, 40)), random.choice((1, 7, 129, 300))
+        if turn % every == 0:
+            calls.attention(dtype, heads, queries, keys, size, random.choice((size, 1, 33, 100)), turn % 3 == 0, at_end)
 
 
 def every_call(calls, every):
@@ -295,6 +345,7 @@ def main():
         every_call(calls, arguments.every)
         every_rotation(calls, arguments.every)
         every_product(calls, arguments.every)
+        every_attention(calls, arguments.every)
         if not arguments.heap:
             large_calls(calls)
     print(f"{calls.made} calls")

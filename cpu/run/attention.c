@@ -99,7 +99,7 @@ int fn_run_attention(const void *packed) {
         if (s.end - s.begin > most) most = s.end - s.begin;
         if (s.keys > keys) keys = s.keys;
     }
-    own.keys = keys;
+    own.keys = keys; /* of pages, those that hold keys */
     if (job->pages_kind) {
         clear_rows(job, 0, fn_whole_at(job->starts_kind, job->starts, 0));
         clear_rows(job, fn_whole_at(job->starts_kind, job->starts, job->sequences), job->queries);

@@ -354,34 +354,35 @@ def pack_declared(call: Call, threads: int = 1) -> bytes:
 
 
 _ATTENTION = struct.Struct("=16q2d31q")
-_NO_PAGES = 0, 0, 0, 0, 0, 0, 0, 0
 
 
 def pack_attention(call: Call, threads: int = 1, first: int = 0, last: int | None = None) -> bytes:
-    """Attention as ``struct fn_attention`` of ``cpu/abi/attention.h``; of queries [first, last), or from first on."""
-    tensors, flags, of_pages = call.tensors, call.flags, call.name == "paged_attention"
-    q, k, v, sinks, out = (call.tensors[name] for name in ("q", "k", "v", "sinks", "out"))
-    assert q is not None
-    assert k is not None
-    assert v is not None
-    assert out is not None
-    size, mask, pages = q.element_size(), tensors.get("mask"), _NO_PAGES
-    if of_pages:
-        table, starts, lengths = (cast(Tensor, tensors[name]) for name in ("pages", "starts", "lengths"))
-        queries, sequences = q.shape[0], lengths.shape[0]
-        of_pages_in_c = KINDS[table.dtype], table.data_ptr(), table.stride(0), k.shape[2]
-        pages = (*of_pages_in_c, KINDS[starts.dtype], starts.data_ptr(), KINDS[lengths.dtype], lengths.data_ptr())
-        of_queries = [(t.data_ptr(), 0, size * t.stride(1), size * t.stride(0)) for t in (q, out)]
+    """Attention as ``struct fn_attention`` of ``cpu/abi/attention.h``: of queries [first, last), or from first on."""
+    tensors, flags = call.tensors, call.flags
+    q, k, v, out = (cast(Tensor, tensors[name]) for name in ("q", "k", "v", "out"))
+    mask, sinks = tensors.get("mask"), tensors["sinks"]
+    if call.name == "attention":
+        sequences, heads, queries, size = q.shape
+        of_q, of_out, of_pages = _rows_in_heads(q), _rows_in_heads(out), (0,) * 8
     else:
-        queries, sequences = q.shape[2], q.shape[0]
-        of_queries = [_rows_in_heads(t) for t in (q, out)]
-    of_mask = (0,) * 5 if mask is None else (mask.data_ptr(), *_strides_of_mask(mask, q.shape, k.shape[2]))
+        pages, starts, lengths = (cast(Tensor, tensors[name]) for name in ("pages", "starts", "lengths"))
+        (queries, heads, size), sequences = q.shape, lengths.shape[0]
+        # A stride of 0 from one sequence to the next: they follow each other.
+        of_q, of_out = (_rows_in_heads(t.transpose(0, 1).expand(2, -1, -1, -1)) for t in (q, out))
+        of_starts = KINDS[starts.dtype], starts.data_ptr(), KINDS[lengths.dtype], lengths.data_ptr()
+        of_pages = KINDS[pages.dtype], pages.data_ptr(), pages.stride(0), k.shape[2], *of_starts
+    shape = sequences, heads, k.shape[1], size, v.shape[-1], queries, k.shape[2]
+    which = first, queries if last is None else last, flags["causal"], flags["window"] or 0
+    of_mask = (0,) * 5
+    if mask is not None:
+        whole = mask.expand(sequences, heads, queries, k.shape[2])
+        of_mask = mask.data_ptr(), *whole.stride()
     return _ATTENTION.pack(
-        *(0, DeclaredOf.ATTENTION.value, 0, threads, KINDS[q.dtype], sequences, q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], queries, k.shape[2]),
-        *(first, queries if last is None else last, flags["causal"], flags["window"] or 0),
+        *(0, DeclaredOf.ATTENTION.value, 0, threads, KINDS[q.dtype], *shape, *which),
         *(flags["scale"], flags["softcap"] or 0.0),
-        *(*of_queries[0], *_rows_in_heads(k), *_rows_in_heads(v), *of_queries[1]),
-        *(*of_mask, *((0, 0) if sinks is None else (KINDS[sinks.dtype], sinks.data_ptr())), *pages),
+        *(*of_q, *_rows_in_heads(k), *_rows_in_heads(v), *of_out, *of_mask),
+        *((0, 0) if sinks is None else (KINDS[sinks.dtype], sinks.data_ptr())),
+        *of_pages,
     )
 
 
@@ -389,12 +390,6 @@ def _rows_in_heads(tensor: Tensor) -> tuple[int, int, int, int]:
     """The address of [B, H, L, D], and its first strides in bytes."""
     size, (batch, head, row, _) = tensor.element_size(), tensor.stride()
     return tensor.data_ptr(), size * batch, size * head, size * row
-
-
-def _strides_of_mask(mask: Tensor, shape: torch.Size, keys: int) -> list[int]:
-    """Strides of a mask, 0 where all share one number. ``shape``: of q."""
-    wanted = (*shape[:3], keys)
-    return [stride if n == m else 0 for stride, n, m in zip(mask.stride(), mask.shape, wanted, strict=True)]
 
 
 def pack_call(call: Call, threads: int = 1) -> bytes:
