@@ -45,6 +45,7 @@ ONE_FILE = (
         "Onnx",
         "Declared",
         "Products",
+        "Attention",
     ),
     *OF_OPERATIONS,
 )
