@@ -9,13 +9,15 @@ A norm, with a gate or without, is replaced if a trace shows that it computes an
 side (``layers.py``). q and k are normalised and rotated in one call (``attention.py``), and the activation of an MLP
 and its product are one call (``activations.py``). Each model family keeps its own rounding. Weights, names and
 ``state_dict`` do not change. With ``products=True`` linear layers (``products.py``) and tables of rotations
-(``tables.py``) also have the same bits on every processor.
+(``tables.py``) also have the same bits on every processor, and with ``attention=True`` a token's attention
+(``attention_function.py``) depends on the tokens that it sees alone.
 
 :func:`register_kernels` adds layers to transformers' own mechanism, ``use_kernels=True``; :func:`write_kernel` writes
 a folder that it loads.
 """
 
+from fusednorm.transformers.attention_function import register_attention
 from fusednorm.transformers.hub import register_kernels, write_kernel
 from fusednorm.transformers.patching import Counts, Report, patch, unpatch
 
-__all__ = ["Counts", "Report", "patch", "register_kernels", "unpatch", "write_kernel"]
+__all__ = ["Counts", "Report", "patch", "register_attention", "register_kernels", "unpatch", "write_kernel"]

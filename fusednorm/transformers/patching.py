@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from fusednorm.transformers.activations import PatchedActivations, patch_activations
 from fusednorm.transformers.attention import PatchedAttention, patch_rotations
+from fusednorm.transformers.attention_function import is_patched, patch_attention, unpatch_attention
 from fusednorm.transformers.modules import NormState, PatchedLayer, PatchedNorm, rewritten_layer
 from fusednorm.transformers.norms import Forms, forms
 from fusednorm.transformers.products import PatchedProduct, patch_products
@@ -49,6 +50,7 @@ class Counts:
         gates: number of MLPs and experts whose activation and product are one call, and of activations that are one.
         products: number of linear layers that fusednorm computes.
         tables: number of modules that make tables of rotations with the same bits on every processor.
+        attentions: number of attention modules whose queries meet their keys in :func:`fusednorm.attention`.
     """
 
     norms: int
@@ -57,15 +59,21 @@ class Counts:
     gates: int
     products: int = field(default=0, kw_only=True)
     tables: int = field(default=0, kw_only=True)
+    attentions: int = field(default=0, kw_only=True)
 
     @property
     def any(self) -> bool:
         """Whether anything is patched."""
-        numbers = self.norms, self.adds, self.rotations, self.gates, self.products, self.tables
-        return any(numbers)
+        return any(getattr(self, name) for name in Counts.__dataclass_fields__)
+
+    @property
+    def _more(self) -> list[str]:
+        """What is patched only where it is asked for."""
+        more = [f"{self.products} products", f"{self.tables} tables"] if self.products + self.tables else []
+        return [*more, *[f"{self.attentions} attentions"] * (self.attentions > 0)]
 
     def __str__(self) -> str:
-        more = f", {self.products} products, {self.tables} tables" if self.products + self.tables else ""
+        more = "".join(f", {one}" for one in self._more)
         return f"{self.norms} norms, {self.adds} additions, {self.rotations} rotations, {self.gates} gates{more}"
 
 
@@ -92,9 +100,8 @@ class Report(Counts):
         if self.any:
             undo = "fusednorm.transformers.unpatch(model) undoes it"
             fused = f"{self.adds} additions, {self.rotations} rotations and {self.gates} gates fused"
-            more = (
-                f", {self.products} products and {self.tables} tables replaced" if self.products + self.tables else ""
-            )
+            *first, last = self._more or [""]
+            more = f", {' and '.join(filter(None, [', '.join(first), last]))} replaced" if last else ""
             lines.append(f"{self.norms} norms replaced, {fused}{more}; {undo}")
         elif not self.before.any:
             lines.append("nothing in this model that fusednorm could replace: nothing was changed")
@@ -111,7 +118,8 @@ def _count(model: torch.nn.Module) -> Counts:
         for kind in (PatchedNorm, PatchedAttention, PatchedActivations, PatchedProduct, ExactTables)
     )
     adds = sum(len(module.rewritten.factors) for module in patched if isinstance(module, PatchedLayer))
-    return Counts(norms, adds, rotations, gates, products=products, tables=tables)
+    attentions = sum(map(is_patched, model.modules()))
+    return Counts(norms, adds, rotations, gates, products=products, tables=tables, attentions=attentions)
 
 
 def _check(model: object) -> None:
@@ -132,6 +140,7 @@ def patch(
     activations: bool = True,
     steps: Collection[str] | None = None,
     products: bool = False,
+    attention: bool = False,
 ) -> Report:
     """Lets fusednorm compute the steps between a model's matrix products, with the model's own rounding.
 
@@ -147,6 +156,8 @@ def patch(
             "gates"; None: all that this version knows, which may be more in the next one.
         products: whether also to replace linear layers, whose sums then have one order on every processor and in every
             batch, and the tables of rotations.
+        attention: whether attention modules of transformers also take :func:`fusednorm.attention`, as
+            ``attn_implementation="fusednorm"`` says: a token's result depends on the tokens that it sees alone.
 
     Returns:
         A report. The logger ``fusednorm.transformers`` gets it too: at level INFO, or at level WARNING if nothing of
@@ -165,14 +176,14 @@ def patch(
         kinds.discard("gates")
     untouched = [module for module in model.modules() if not isinstance(module, Patched)]
     try:
-        return _patch(model, kinds, products)
+        return _patch(model, kinds, products, attention)
     except BaseException:  # of the model's own code, for one
         for module in untouched:
             detach(module)
         raise
 
 
-def _patch(model: torch.nn.Module, kinds: set[str], products: bool) -> Report:
+def _patch(model: torch.nn.Module, kinds: set[str], products: bool, attention: bool) -> Report:
     before = _count(model)
     outcomes: Counter[Outcome] = Counter()
     if "norms" in kinds:
@@ -186,9 +197,12 @@ def _patch(model: torch.nn.Module, kinds: set[str], products: bool) -> Report:
     if products:
         outcomes.update(patch_products(model))
         outcomes.update(patch_tables(model))
+    if attention:
+        outcomes.update(patch_attention(model))
     entries = tuple(Entry(name, count, replaced, what) for (name, replaced, what), count in outcomes.items())
-    norms, adds, rotations, gates, of_linear, of_tables = map(operator.sub, astuple(_count(model)), astuple(before))
-    report = Report(norms, adds, rotations, gates, entries, before, products=of_linear, tables=of_tables)
+    replaced = map(operator.sub, astuple(_count(model)), astuple(before))
+    numbers: dict[str, Any] = dict(zip(Counts.__dataclass_fields__, replaced, strict=True))
+    report = Report(entries=entries, before=before, **numbers)
     _logger.log(logging.INFO if report.any or before.any else logging.WARNING, "%s", report)
     return report
 
@@ -214,6 +228,7 @@ def unpatch(model: torch.nn.Module) -> Counts:
             )
     for module in patched:
         detach(module)
+    unpatch_attention(model)
     _logger.info("put back: %s", undone)
     return undone
 

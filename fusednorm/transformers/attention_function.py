@@ -1,0 +1,204 @@
+"""transformers' attention by :func:`fusednorm.attention`, under the name that its models call it by.
+
+A model's attention modules look up a function by their configuration's ``_attn_implementation``, and its masks are
+made by another function of that name. Ours makes every mask, also where it would say what ``is_causal`` says: without
+one nothing tells whether queries are the first of the keys, as in an empty static cache, or the last.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from fusednorm.calls.call import FLOATS
+from fusednorm.operations.attention import attention
+from fusednorm.transformers.replacing import Outcome
+
+#: The implementation's name.
+NAME = "fusednorm"
+
+#: Where an attention module keeps the name of the implementation before.
+_BEFORE = "_fusednorm_attention_before"
+
+
+def register_attention() -> None:
+    """Makes ``attn_implementation="fusednorm"`` known to transformers: for ``from_pretrained``, for one.
+
+    Raises:
+        ImportError: transformers is not installed, or older than 4.53.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, make_mask)
+
+
+def make_mask(*args: Any, **kwargs: Any) -> Any:
+    """The mask that transformers makes for torch's attention, [B, 1, Q, L] of bool, but never none."""
+    from transformers.masking_utils import sdpa_mask
+
+    skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    return sdpa_mask(*args, **{**kwargs, **skips})
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention as transformers calls it: of [B, H, Q, D] to [B, Q, H, D], and no weights.
+
+    What :func:`fusednorm.attention` does not compute is left to the model's own attention, with a warning once.
+
+    Raises:
+        ValueError: no mask says where queries are among more keys.
+    """
+    causal = attention_mask is None and _is_causal(module, is_causal) and query.shape[2] > 1
+    reason = _reason(query, key, value, attention_mask, dropout, kwargs)
+    if reason is not None:
+        flags = {"softcap": softcap, "s_aux": s_aux}
+        given = {name: flag for name, flag in flags.items() if flag is not None}
+        call = query, key, value, attention_mask, dropout, scaling, causal
+        return _of_model(module, reason, *call, **given, **kwargs)
+    if causal and query.shape[2] != key.shape[2]:
+        raise ValueError(
+            f"attention_mask must be given for {query.shape[2]} queries and {key.shape[2]} keys of a causal module, "
+            "got None: nothing says which keys they see; pass one that is True where they do, [B, 1, Q, L]"
+        )
+    window = kwargs.get("sliding_window") if attention_mask is None else None
+    y = attention(
+        query,
+        key,
+        value,
+        scale=scaling,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        sinks=s_aux,
+        mask=attention_mask,
+    )
+    return y.transpose(1, 2).contiguous(), None
+
+
+def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:
+    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+
+
+def _reason(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, kwargs: dict[str, Any]
+) -> str | None:
+    """Why fusednorm does not compute a call; None if it does."""
+    if dropout:
+        return "dropout in training is random"
+    if kwargs.get("position_bias") is not None:
+        return "a position_bias is added to its scores"
+    if kwargs.get("output_attentions"):
+        return "output_attentions asks for its weights"
+    if kwargs.get("head_mask") is not None:
+        return "a head_mask weighs its heads"
+    if mask is not None and (mask.dtype != torch.bool or mask.dim() != 4):
+        return f"its mask is {str(mask.dtype)[6:]} with {mask.dim()} dimensions, and not bool with 4"
+    if mask is not None and mask.shape[-1] != key.shape[2]:
+        return f"its mask has {mask.shape[-1]} keys, and there are {key.shape[2]}"
+    if query.dtype not in FLOATS or not query.dtype == key.dtype == value.dtype:
+        return "q, k and v have several dtypes"
+    if query.dim() != 4 or query.shape[1] % key.shape[1]:
+        return "the heads of keys do not divide those of queries"
+    return None
+
+
+def _of_model(
+    module: torch.nn.Module,
+    reason: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    causal: bool,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The model's own eager attention, whose masks are added to scores; where it has none, torch's."""
+    name = type(module).__name__
+    warnings.warn(f"{name}: {reason}, so such calls are left to the model's own attention", stacklevel=3)
+    eager = _eager(module)
+    if causal:
+        places = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+        mask = places[None, None]
+    if eager is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        found = sdpa_attention_forward(
+            module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=False, **kwargs
+        )
+        return cast("tuple[Tensor, Tensor | None]", found)
+    if mask is not None and mask.dtype == torch.bool:
+        least = torch.finfo(query.dtype).min
+        mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, least)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    found = eager(module, query, key, value, mask, dropout=dropout, scaling=scale, **kwargs)
+    return cast("tuple[Tensor, Tensor | None]", found)
+
+
+def _eager(module: torch.nn.Module) -> Callable[..., Any] | None:
+    """The function of the module's own file."""
+    for of_class in type(module).__mro__:
+        file = sys.modules.get(of_class.__module__)
+        if (found := getattr(file, "eager_attention_forward", None)) is not None:
+            return cast("Callable[..., Any]", found)
+    return None
+
+
+def calls_attention(module: torch.nn.Module) -> bool:
+    """Whether a module looks up its attention by its configuration."""
+    return any("ALL_ATTENTION_FUNCTIONS" in _names(of_class) for of_class in type(module).__mro__)
+
+
+def _names(of_class: type) -> tuple[str, ...]:
+    code = getattr(vars(of_class).get("forward"), "__code__", None)
+    return getattr(code, "co_names", ())
+
+
+def is_patched(module: torch.nn.Module) -> bool:
+    """Whether :func:`patch_attention` has given a module fusednorm's attention."""
+    return _BEFORE in module.__dict__
+
+
+def patch_attention(model: torch.nn.Module) -> Iterator[Outcome]:
+    """Gives the modules that look up their attention fusednorm's."""
+    found = [module for module in model.modules() if calls_attention(module) and not is_patched(module)]
+    if found:
+        register_attention()
+    for module in found:
+        config: Any = getattr(module, "config", None)
+        before = getattr(config, "_attn_implementation", None)
+        if before is None:
+            yield type(module).__name__, False, "its configuration names no attention"
+        else:
+            module.__dict__[_BEFORE] = before
+            yield type(module).__name__, True, "attention"
+    for module in found:
+        if is_patched(module):
+            cast(Any, module.config)._attn_implementation = NAME
+
+
+def unpatch_attention(model: torch.nn.Module) -> None:
+    """Gives modules the attention back that they had before."""
+    for module in model.modules():
+        if is_patched(module):
+            cast(Any, module.config)._attn_implementation = module.__dict__.pop(_BEFORE)
