@@ -189,6 +189,10 @@ def _of_keys():
 
 #: Of operations whose rows meet keys: the operands, and the incoming gradient and the output, by name.
 OF_KEYS = dict(zip(("attention", "paged_attention"), _of_keys(), strict=True))
+#: Their changes that are right, as :func:`right` has them.
+RIGHT_OF_KEYS = {("attention", "v", "columns"), ("paged_attention", "v", "columns")}
+RIGHT_OF_KEYS |= {("paged_attention", "q", "rows"), ("paged_attention", "pages", "columns")}
+RIGHT_OF_KEYS |= {(name, "mask", "no dimension") for name in ("attention", "attention_backward")}
 
 
 def right(name, operands, roles, first="x", kept=()):
@@ -229,7 +233,7 @@ for operation in dict.fromkeys(PUBLIC.values()):
         taken = inspect.signature(function).parameters
         must = {key: declaration.flags[key] for key in declaration.flags if key in taken and not defaulted(taken[key])}
         FUNCTIONS[name] = operands | must | {key: t for key, t in outputs.items() if key in taken}
-        RIGHT |= right(name, FUNCTIONS[name], roles, next(iter(operands)))
+        RIGHT |= RIGHT_OF_KEYS if others else right(name, FUNCTIONS[name], roles, next(iter(operands)))
         if name.endswith("_"):
             IN_PLACE[name] = tuple(one.overwrites for one in declaration.returned)
             continue
@@ -239,7 +243,9 @@ for operation in dict.fromkeys(PUBLIC.values()):
         if len(needed) < len(operands):
             MORE[f"{name} without optional operands"] = (function, needed)
     given = {name: F32 if default in (torch.dtype, None) else default for name, default in declaration.flags.items()}
-    given |= {name: value for name, value in declaration.samples[-1].items() if declaration.flags[name] in (float, int)}
+    for name, value in [flag for sample in declaration.samples for flag in sample.items()]:
+        if declaration.flags[name] in (float, int):
+            given[name] = value
     of_operators = {declaration.name: operands | given}
     if declaration.gradient is not None:
         given = {name: given[name] for name in declaration.gradient_flags}
@@ -254,7 +260,7 @@ for operation in dict.fromkeys(PUBLIC.values()):
     for name, arguments in of_operators.items():
         OPERATORS[name] = arguments
         kept = [one.name for one in declaration.kept if one.name in arguments]
-        RIGHT |= right(name, arguments, roles, next(iter(operands)), kept)
+        RIGHT |= RIGHT_OF_KEYS if others else right(name, arguments, roles, next(iter(operands)), kept)
 
 
 def function_of(name):
