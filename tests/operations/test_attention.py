@@ -1,5 +1,7 @@
 """Attention: a row depends on its visible keys alone; keys that are not visible take no part; gradients; refusals."""
 
+import math
+
 import pytest
 import torch
 
@@ -163,6 +165,23 @@ def test_too_many_keys_for_torchs_operations_are_refused(monkeypatch):
     monkeypatch.setattr(reference, "MOST_KEYS", 4)
     with pytest.raises(ValueError, match="k has 5 keys, and torch's operations would take more than 5 GiB"):
         fusednorm.attention(*heads(5, F64))
+
+
+@pytest.mark.parametrize("keys", [3, 120, 500])
+def test_results_are_within_the_bound(keys):
+    """Of section 15, beside float64, with n, D and Dv of the call; T and P are those of each query."""
+    q, k, v = heads(keys, F32, queries=2, size=40)
+    found = fusednorm.attention(q, k, v, causal=False)
+    q, k, v = (t.double() for t in (q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)))
+    t = q @ k.transpose(-1, -2) * 40**-0.5
+    most = (q.abs() @ k.abs().transpose(-1, -2) * 40**-0.5).amax(-1, keepdim=True)
+    p, furthest = t.softmax(-1), (t.amax(-1) - t.amin(-1)).unsqueeze(-1)
+    levels, chain = math.ceil(math.log2(keys)), min(keys, 128) + math.ceil(keys / 128)
+    of_score = (math.ceil(math.log2(40)) + 2) * most
+    bound = (2 * of_score + 2 * (furthest + 1.8) + levels + 1 + chain + 1) * 2.0**-24 * (p @ v.abs())
+    error = (found.double() - p @ v).abs()
+    assert (error <= bound + 2.0**-24 * (p @ v).abs()).all()
+    assert error.any()
 
 
 def test_pages_have_no_gradients():
