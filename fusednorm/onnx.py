@@ -120,7 +120,7 @@ def translations(*, exact: bool = False) -> dict[Callable[..., Any], Callable[..
 
     Returns:
         A function for each operation, by the operation; those of gradients, those that write to their operands,
-        log-probabilities, ``modulate`` and ``linear`` raise NotImplementedError.
+        log-probabilities, ``modulate``, ``linear`` and attention raise NotImplementedError.
 
     Raises:
         ImportError: onnxscript is not installed.

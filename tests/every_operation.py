@@ -174,6 +174,27 @@ def of_role(role, count):
     return whole.get(role, rows[:, 0]).clone()
 
 
+def _of_keys():
+    """Operands of attention: 3 queries and 5 keys of each of 4 samples; 4 queries of two sequences, in pages of 4."""
+    normal = torch.Generator().manual_seed(5)
+    q, v = torch.randn(2, 4, 2, 3, 6, generator=normal), torch.randn(4, 1, 5, 6, generator=normal)
+    k, sinks = torch.randn(4, 1, 5, 6, generator=normal), torch.randn(2, generator=normal)
+    mask = torch.rand(4, 1, 3, 5, generator=normal) > 0.3
+    yield {"q": q[0], "k": k, "v": v, "sinks": sinks, "mask": mask}, {"d": q[1], "out": torch.zeros(4, 2, 3, 6)}
+    of_pages = {"pages": torch.tensor([[2, 0], [1, -1]]), "starts": torch.tensor([0, 1, 4])}
+    of_pages |= {"lengths": torch.tensor([5, 3]), "sinks": sinks}
+    operands = {"q": q[0, :, :, 0].contiguous(), "k": k[:3, :, :4].contiguous(), "v": v[:3, :, :4].contiguous()}
+    yield operands | of_pages, {"out": torch.zeros(4, 2, 6)}
+
+
+#: Of operations whose rows meet keys: the operands, and the incoming gradient and the output, by name.
+OF_KEYS = dict(zip(("attention", "paged_attention"), _of_keys(), strict=True))
+#: Their changes that are right, as :func:`right` has them.
+RIGHT_OF_KEYS = {("attention", "v", "columns"), ("paged_attention", "v", "columns")}
+RIGHT_OF_KEYS |= {("paged_attention", "q", "rows"), ("paged_attention", "pages", "columns")}
+RIGHT_OF_KEYS |= {(name, "mask", "no dimension") for name in ("attention", "attention_backward")}
+
+
 def right(name, operands, roles, first="x", kept=()):
     """Changes of one operand that fit the others: the name, the operand, the kind. The first one decides dtypes.
 
@@ -205,13 +226,14 @@ RIGHT = right("scale", OPERATORS["scale"], {"x": Role.ROWS})
 for operation in dict.fromkeys(PUBLIC.values()):
     declaration = operation.declaration
     roles = declaration.roles | {one.name: one.role for one in declaration.returned}
-    operands = {one.name: of_role(one.role, count) for count, one in enumerate(declaration.operands)}
+    operands, others = OF_KEYS.get(declaration.name, ({}, {}))
+    operands = operands or {one.name: of_role(one.role, count) for count, one in enumerate(declaration.operands)}
     for name, function in operation.functions.items():
-        outputs = {one.name: torch.zeros_like(of_role(one.role, 0)) for one in declaration.returned}
+        outputs = {one.name: torch.zeros_like(of_role(one.role, 0)) for one in declaration.returned} | others
         taken = inspect.signature(function).parameters
         must = {key: declaration.flags[key] for key in declaration.flags if key in taken and not defaulted(taken[key])}
         FUNCTIONS[name] = operands | must | {key: t for key, t in outputs.items() if key in taken}
-        RIGHT |= right(name, FUNCTIONS[name], roles, next(iter(operands)))
+        RIGHT |= RIGHT_OF_KEYS if others else right(name, FUNCTIONS[name], roles, next(iter(operands)))
         if name.endswith("_"):
             IN_PLACE[name] = tuple(one.overwrites for one in declaration.returned)
             continue
@@ -221,20 +243,24 @@ for operation in dict.fromkeys(PUBLIC.values()):
         if len(needed) < len(operands):
             MORE[f"{name} without optional operands"] = (function, needed)
     given = {name: F32 if default in (torch.dtype, None) else default for name, default in declaration.flags.items()}
-    given |= {name: value for name, value in declaration.samples[-1].items() if declaration.flags[name] in (float, int)}
+    for name, value in [flag for sample in declaration.samples for flag in sample.items()]:
+        if declaration.flags[name] in (float, int):
+            given[name] = value
     of_operators = {declaration.name: operands | given}
     if declaration.gradient is not None:
         given = {name: given[name] for name in declaration.gradient_flags}
         given["needs"] = [True] * len(declaration.with_gradient)
         kept = {name: of_role(roles[name], count) for count, name in enumerate(declaration.backward_tensors)}
+        if others:
+            kept |= operands | {name: t for name, t in others.items() if name in kept}
         kept |= {one.name: kept[one.name].abs() + 1 for one in declaration.kept}
         if not declaration.exact_gradients:  # of whole numbers they have the same bits in any order
-            kept = {name: (t * 8).round() for name, t in kept.items()}
+            kept = {name: (t * 8).round() if t.is_floating_point() else t for name, t in kept.items()}
         of_operators[f"{declaration.name}_backward"] = kept | given
     for name, arguments in of_operators.items():
         OPERATORS[name] = arguments
         kept = [one.name for one in declaration.kept if one.name in arguments]
-        RIGHT |= right(name, arguments, roles, next(iter(operands)), kept)
+        RIGHT |= RIGHT_OF_KEYS if others else right(name, arguments, roles, next(iter(operands)), kept)
 
 
 def function_of(name):
@@ -266,11 +292,15 @@ def have_gradients(operands):
 DIFFERENTIATED = {
     name: have_gradients(operands)
     for name, operands in FUNCTIONS.items()
-    if not (name.endswith(("_", "quant")) or name == "quantize")
+    if not (name.endswith(("_", "quant")) or name in ("quantize", "paged_attention"))
 }
 #: All calls with gradients whose flags name no dtype: a function, and its operands.
 CALLS = {name: (function_of(name), without_outputs(FUNCTIONS[name])) for name in DIFFERENTIATED}
-CALLS |= {name: call for name, call in MORE.items() if not {"offset", "dtypes"} & {name} and "," not in name}
+CALLS |= {
+    name: call
+    for name, call in MORE.items()
+    if not {"offset", "dtypes"} & {name} and "," not in name and not name.startswith("paged")
+}
 CALLS.pop("between")
 
 

@@ -119,7 +119,7 @@ def _check_mask(mask: Any, shape: Sequence[int], q: Tensor, in_memory: bool) -> 
         cure = "of a mask that is added, pass mask == 0" if mask.dtype.is_floating_point else "convert it"
         raise TypeError(f"mask must be bool, True where a query sees a key, got {str(mask.dtype)[6:]}; {cure}")
     sizes = [*zip(reversed(mask.shape), reversed(shape), strict=False)]
-    if mask.dim() > 4 or any(size not in (1, wanted) for size, wanted in sizes):
+    if mask.dim() > 4 or any(size != wanted and size != 1 for size, wanted in sizes):
         raise ValueError(
             f"mask must have a shape that expands to {list(shape)}, a value for each query and key, got "
             f"{list(mask.shape)}"
@@ -162,7 +162,7 @@ def check_pages(q: Tensor, k: Tensor, pages: Tensor, starts: Tensor, lengths: Te
             f"lengths must be 0 to {most}, the keys of {pages.shape[1]} pages of {k.shape[2]}, got {shortest} to "
             f"{longest}; give each sequence a row of pages that holds its keys"
         )
-    used = torch.arange(pages.shape[1]) * k.shape[2] < lengths.unsqueeze(-1)
+    used = torch.arange(pages.shape[1], device=pages.device) * k.shape[2] < lengths.unsqueeze(-1)
     outside = used & ((pages < 0) | (pages >= len(k)))
     if outside.any():
         raise ValueError(

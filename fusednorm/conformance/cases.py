@@ -12,7 +12,7 @@ import torch
 
 import fusednorm
 from fusednorm.calls.call import accumulator
-from fusednorm.conformance import oracle, oracle_gated, oracle_log_prob, oracle_products
+from fusednorm.conformance import oracle, oracle_attention, oracle_gated, oracle_log_prob, oracle_products
 from fusednorm.declare.declaration import CONSTANT, Role
 from fusednorm.operations.listed import every
 from fusednorm.reference import norm as reference
@@ -140,16 +140,21 @@ for _name, (_operands, (_out, *_others)) in NAMES.items():
 TABLES = {name for one in OPERATIONS.values() for name, role in one.operands.items() if role in CONSTANT}
 
 
+def _has_exact_gradients(function):
+    return OPERATIONS[function].differentiable and OPERATIONS[function].exact_gradients
+
+
 def recorded(function, operands, incoming, **flags):
     """Outputs and gradients of a public function, by name; without gradients where these are not exact.
 
     ``operands``: by name, None where one is absent; ``incoming``: the gradients of its outputs.
     """
     given = {name: t for name, t in operands.items() if t is not None}
-    leaves = {name: t.detach().requires_grad_() for name, t in given.items() if name not in TABLES}
+    records = OPERATIONS[function].differentiable
+    leaves = {name: t.detach().requires_grad_(records) for name, t in given.items() if name not in TABLES}
     outputs = listed(getattr(fusednorm, function)(**operands | leaves, **flags))
     found = dict(zip(NAMES[function][1], (output.detach() for output in outputs), strict=True))
-    if not OPERATIONS[function].exact_gradients:
+    if not _has_exact_gradients(function):
         return found
     gradients = torch.autograd.grad(outputs, tuple(leaves.values()), incoming)
     return found | {f"d_{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
@@ -164,8 +169,9 @@ def of_oracle(function, operands, incoming, **flags):
         with np.errstate(over="ignore"):
             flags = {name: float(np.float32(n)) if type(n) is float else n for name, n in flags.items()}
     oracles = vars(oracle) | vars(oracle_gated) | vars(oracle_log_prob) | vars(oracle_products)
+    oracles |= vars(oracle_attention)
     found = oracles[function](tuple(operands.values()), incoming, **flags)
-    gradients = operands if OPERATIONS[function].exact_gradients else ()
+    gradients = operands if _has_exact_gradients(function) else ()
     names = (*NAMES[function][1], *(f"d_{name}" for name in gradients if name not in TABLES))
     return {name: array for name, array in zip(names, found, strict=True) if array is not None}
 

@@ -94,8 +94,9 @@ def decoded(value):
 
 _FOLDER = Path(__file__).parent
 SPECIFICATION = _FOLDER / f"golden-spec-{fusednorm.SPEC_VERSION}.json"
-COMPOSITIONS, QUANTIZED, GATED, LOG_PROB, PRODUCTS = (
-    _FOLDER / f"golden-{name}.json" for name in ("compositions", "quantized", "gated", "log-prob", "products")
+COMPOSITIONS, QUANTIZED, GATED, LOG_PROB, PRODUCTS, ATTENTION = (
+    _FOLDER / f"golden-{name}.json"
+    for name in ("compositions", "quantized", "gated", "log-prob", "products", "attention")
 )
 
 
@@ -119,7 +120,7 @@ def _call(vector):
     if "quantization" in vector:
         flags["quantization"] = fusednorm.Quantization.parse(vector["quantization"])
         return function, operands, (), flags
-    if not OPERATIONS[function].exact_gradients:
+    if not (OPERATIONS[function].exact_gradients and OPERATIONS[function].differentiable):
         return function, operands, (), flags
     return function, operands, [decoded(vector[f"d_{name}"]) for name in outputs], flags
 
@@ -571,6 +572,42 @@ def vectors_of_products():
         yield _vector({"function": "linear", "flags": {"out_dtype": None}}, inputs)
 
 
+def vectors_of_attention():
+    """The vectors of attention: of few queries and keys, of keys in pages, and of what is not finite."""
+    usual = {"scale": None, "causal": True, "window": None, "softcap": None}
+    for dtype, heads, kv_heads, queries, keys, size, values, flags, masked in (
+        (BF16, 2, 1, 3, 5, 8, 8, {}, False),
+        (F16, 2, 2, 2, 7, 5, 3, {"scale": 0.3}, True),
+        (F32, 3, 1, 2, 9, 4, 2, {"window": 3}, False),
+        (F32, 1, 1, 3, 6, 7, 4, {"causal": False, "window": 2}, True),
+        (BF16, 2, 1, 2, 6, 4, 4, {"softcap": 1.5}, True),
+        (F64, 2, 1, 2, 5, 3, 3, {"softcap": 4.0}, True),
+        (BF16, 1, 1, 1, 131, 2, 2, {}, False),  # two blocks of keys
+        (F32, 1, 1, 4, 2, 3, 2, {}, False),  # more queries than keys: the first ones see none
+    ):
+        normal = torch.Generator().manual_seed(keys * size)
+        q, k, v = (
+            reference.rounded(2 * torch.randn(shape, generator=normal, dtype=F64), dtype)
+            for shape in ((1, heads, queries, size), (1, kv_heads, keys, size), (1, kv_heads, keys, values))
+        )
+        sinks = torch.randn(heads, generator=normal) if masked else None
+        mask = torch.rand((1, 1, queries, keys), generator=normal) > 0.4 if masked else None
+        fields = {"function": "attention", "flags": usual | flags}
+        yield _vector(fields, {"q": q, "k": k, "v": v, "sinks": sinks, "mask": mask})
+    for flags in (usual, usual | {"window": 2}):
+        q, k, v = (operands(Case(rows, 4, seed=rows).of(BF16))[0] for rows in (10, 12, 24))
+        places = {"pages": torch.tensor([[2, 0], [1, -1]]), "starts": torch.tensor([1, 2, 4])}
+        inputs = {"q": q.view(5, 2, 4), "k": k.view(3, 1, 4, 4), "v": v[:12].view(3, 1, 4, 4), **places}
+        fields = {"function": "paged_attention", "flags": flags}
+        yield _vector(fields, inputs | {"lengths": torch.tensor([6, 3]), "sinks": None})
+    for dtype in (BF16, F16, F32, F64):  # of one query, scores and values that are not finite, or 0
+        q, k = torch.ones(1, 6, 1, 1, dtype=dtype), torch.zeros(1, 6, 3, 1, dtype=dtype)
+        k[0, :, 1, 0] = torch.tensor([math.inf, -math.inf, math.nan, -400.0, 0.0, -0.0])
+        v = torch.ones(1, 6, 3, 2, dtype=dtype)
+        v[0, :, 1], v[0, 4] = torch.tensor([math.inf, math.nan]), torch.tensor([-0.0, math.inf])
+        yield _vector({"function": "attention", "flags": usual}, {"q": q, "k": k, "v": v, "sinks": None, "mask": None})
+
+
 #: The files of the golden vectors, and the functions that make these.
 FILES = {
     SPECIFICATION: vectors,
@@ -579,6 +616,7 @@ FILES = {
     GATED: vectors_of_gated,
     LOG_PROB: vectors_of_log_probabilities,
     PRODUCTS: vectors_of_products,
+    ATTENTION: vectors_of_attention,
 }
 
 

@@ -73,6 +73,9 @@ def _as_they_lie(plan: Plan, operands: Operands, flags: Flags, outputs: Mapping[
     """As :func:`forward`, where rows, keys and values have strides of their own."""
     q, v = cast(Tensor, operands[plan.rows]), cast(Tensor, operands[cast(str, plan.values)])
     flags = {**flags, "scale": scale_of(flags["scale"], q)}
+    ((made, _, shape, dtype),) = plan.written
+    if q.is_meta:  # the formula looks at values
+        return (new(shape(operands), dtype(operands, flags), q.device),)
     backend = None
     if q.dtype is not torch.float64 and max(q.shape[-1], v.shape[-1]) <= LONGEST:
         backend = backend_of(q, plan.step_of(flags))
@@ -83,7 +86,6 @@ def _as_they_lie(plan: Plan, operands: Operands, flags: Flags, outputs: Mapping[
         name: t if t is None else _adjacent(t) if roles[name] in _WITH_LENGTH else _which(t, q)
         for name, t in operands.items()
     }
-    ((made, _, shape, dtype),) = plan.written
     out = outputs.get(made)
     if out is None or not _is_adjacent(out):
         outputs, out = {}, new(shape(operands), dtype(operands, flags), q.device)

@@ -165,8 +165,8 @@ def paged_attention(
     """
     if torch.is_grad_enabled() and requires_grad(q, k, v, sinks):
         raise RuntimeError(
-            "paged_attention(): an operand requires grad, and pages of a cache have no gradients; wrap the call in "
-            "torch.no_grad(), or call attention with the keys of each sequence"
+            "paged_attention(): one of the arguments requires grad, and pages of a cache have no gradients; wrap the "
+            "call in torch.no_grad(), or call attention with the keys of each sequence"
         )
     operands = {"q": q, "k": k, "v": v, "pages": pages, "starts": starts, "lengths": lengths, "sinks": sinks}
     flags = {"scale": scale, "causal": causal, "window": window, "softcap": softcap}

@@ -58,6 +58,11 @@ class Listed(NamedTuple):
         return self.function.__name__
 
     @property
+    def of_keys(self) -> bool:
+        """Whether its rows meet keys, of which there may be any number."""
+        return Role.KEYS in self.operands.values()
+
+    @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
         """Those of the function."""
         return inspect.signature(self.function).parameters
@@ -76,11 +81,25 @@ class Listed(NamedTuple):
     def tensors(self, x: Tensor, other: Tensor, weight: Tensor | None) -> dict[str, Tensor | None]:
         """Operands by name, of rows [M, N], of others, which are also a matrix, and of a weight [N] or None."""
         roles = [*self.operands.values()]
+        if self.of_keys:
+            return self._of_heads(x, other)
         made: dict[str, Tensor | None] = {}
         for place, (name, role) in enumerate(self.operands.items()):
             first, later = _tensors(role, Role.TABLE in roles, x, other, weight)
             made[name] = later if role in roles[:place] else first
         return made
+
+    def _of_heads(self, x: Tensor, other: Tensor) -> dict[str, Tensor | None]:
+        """Queries of rows x, which lie one after the other, and keys and values of the others; in one page if any."""
+        size = head_size(x.shape[-1])
+        q, k = (t.reshape(-1, t.shape[-1] // size, size) for t in (x, other.to(x.dtype)))
+        count, keys = len(q), k.transpose(0, 1).unsqueeze(0)
+        if "pages" not in self.operands:
+            q = q.transpose(0, 1).unsqueeze(0)
+        pages = {"pages": [[0]], "starts": [0, count], "lengths": [count]}
+        made = {"q": q, "k": keys, "v": keys.flip(2)}
+        made |= {name: torch.tensor(numbers, device=x.device) for name, numbers in pages.items()}
+        return {name: made.get(name) for name in self.operands}
 
     def of_sample(self, x: Tensor, other: Tensor, weight: Tensor) -> dict[str, Any]:
         """All arguments of the sample's call."""

@@ -14,7 +14,7 @@ from fusednorm.calls import must_be_seen
 from fusednorm.calls.arithmetic import exact
 from fusednorm.calls.fast_path import nothing
 from fusednorm.calls.forward_mode import outer_levels, primals
-from fusednorm.declare.declaration import WHOLE, Declaration
+from fusednorm.declare.declaration import WHOLE, Declaration, Role
 from fusednorm.declare.plan import Flags, New, Operands, Plan
 from fusednorm.engine import run as engine
 from fusednorm.engine.run import as_new
@@ -289,7 +289,14 @@ def _recorded(operator: Operator) -> type[torch.autograd.Function]:
         def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
             *tensors, flags = arguments
             roles = [operand.role for operand in declaration.operands]
-            if any(role in WHOLE and dim is not None for role, dim in zip(roles, in_dims, strict=False)):
+            if Role.KEYS in roles:  # whose operands have no rows in common
+                given = [*zip(tensors, in_dims, strict=False)]
+                one_by_one = [
+                    Recorded.apply(*[t if dim is None else t.select(dim, place) for t, dim in given], flags)
+                    for place in range(info.batch_size)
+                ]
+                found = torch.stack(one_by_one)
+            elif any(role in WHOLE and dim is not None for role, dim in zip(roles, in_dims, strict=False)):
                 found = torch.vmap(OfFormula.apply, (*in_dims[:-1], None))(*arguments)
             else:  # a batch of calls is one call with a dimension more
                 rows = [

@@ -45,6 +45,7 @@ FITS |= RIGHT
 OF_ROWS = {"x", "y", "z", "q", "k", "gate", "residual", "up", "cos", "sin", "ids", "logits"}
 ALONE = {(name, key, wrong) for name in FUNCTIONS for key in OF_ROWS for wrong in ("a device", "rows", "columns")}
 ALONE |= {("linear", "weight", "rows")}
+ALONE |= {("paged_attention", "lengths", wrong) for wrong in ("rows", "columns")}
 #: Wrong values of arguments that are no operands.
 FLAGS = dict.fromkeys(("eps", "weight_offset", "x_scale"), ("1", None, 1j, torch.ones(1), 10**400))
 FLAGS |= dict.fromkeys(("round_sum", "round_norm", "norm", "interleaved", "round_products"), (2, None, "no"))

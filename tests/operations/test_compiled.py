@@ -42,6 +42,8 @@ for name, operands in FUNCTIONS.items():
     if len(without_outputs(operands)) < len(operands):
         CALLS[f"{name} with outputs"] = function_of(name), operands
 CALLS |= MORE
+#: But for what takes places in pages, which others may not be made of: test_attention.py has it.
+CALLS = {name: call for name, call in CALLS.items() if "pages" not in call[1]}
 #: Their rows have one length. The peers' classes, and of their functions those that do more than to pass arguments on.
 MODULES = {
     "RMSNorm": (fusednorm.RMSNorm(6), {"x": X}),

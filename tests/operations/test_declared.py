@@ -93,6 +93,9 @@ def test_check_compares_it(listed, monkeypatch):
 
 
 def test_bench_times_it(listed, monkeypatch, tmp_path):
+    if listed.of_keys:
+        assert listed.name not in workloads.every_measured()
+        return
     monkeypatch.setattr(clock, "TURN_SECONDS", 0.0)
     monkeypatch.setattr(clock, "ROUNDS", 2)
     monkeypatch.setattr(bench.Bench, "copy_bandwidth", lambda self: 1e9)

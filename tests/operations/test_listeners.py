@@ -77,6 +77,11 @@ def program(name):
     return of_tensors, [operands[key] for key in keys]
 
 
+def turned(name, given):
+    """Other rows; but places in pages stay as they are."""
+    return [t.flip(0) if t.is_floating_point() or "pages" not in FUNCTIONS[name] else t for t in given]
+
+
 def ours(operations):
     return [operation for operation in map(str, operations) if operation.startswith(("fusednorm.", "fusednorm::"))]
 
@@ -227,7 +232,7 @@ def test_fake_tensors(name):
 @functions
 def test_make_fx(name, tracing):
     function, given = program(name)
-    others = [t.flip(0) for t in given]
+    others = turned(name, given)
     assert same(make_fx(function, tracing_mode=tracing)(*given)(*others), function(*others))
 
 
@@ -255,7 +260,7 @@ def test_make_fx_of_gradients(name):
 def test_jit_trace(name):
     """Checked by torch, and by other rows."""
     function, given = program(name)
-    others = [t.flip(0) for t in given]
+    others = turned(name, given)
     assert same(torch.jit.trace(function, tuple(given))(*others), function(*others))
 
 

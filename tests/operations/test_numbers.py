@@ -42,7 +42,7 @@ def prepared(name, dtype):
         t = operands[key]
         if t.is_floating_point() and key not in ("scale", "cos", "sin", "temperature"):
             numbers = t.reshape(-1).clone()
-            numbers[count : count + 7] = special[: len(numbers) - count]
+            numbers[count : count + 7] = special[: max(len(numbers) - count, 0)]
             operands[key] = numbers.reshape(t.shape).to(dtype)
     return operands
 

@@ -50,6 +50,9 @@ FITS |= {("quantize", key, "no dimension") for key in ("scale", "zero_point")}
 
 #: Right alone: the error names what then does not fit it.
 NAMED = {("rotate", "x", "rows"): "cos"}
+NAMED |= {("attention_backward", "v", "columns"): "d"}
+for name in ("attention", "attention_backward", "paged_attention"):
+    NAMED |= {(name, "q", kind): "k" for kind in ("rows", "columns", "wider")}
 
 
 def wrong(name, key, value):
@@ -112,7 +115,7 @@ def test_torchs_checks(name):
     absent = {a.name: None for a in operator._schema.arguments if str(a.type) == "Optional[Tensor]"}
     if "needs" in whole:
         absent["needs"] = [True] + [False] * (len(whole["needs"]) - 1)
-    recorded = not (operator._schema.is_mutable or "backward" in name or name == "quantize")
+    recorded = not (operator._schema.is_mutable or "backward" in name or name in ("quantize", "paged_attention"))
     for given in (whole, narrow(whole), narrow_results(whole), whole | absent | WITHOUT.get(name, {})):
         for with_gradients in (False, True)[: 1 + recorded]:
             operands = clones(given)
