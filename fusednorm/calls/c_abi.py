@@ -373,7 +373,7 @@ def pack_attention(call: Call, threads: int = 1, first: int = 0, last: int | Non
         of_pages = KINDS[pages.dtype], pages.data_ptr(), pages.stride(0), k.shape[2], *of_starts
     shape = sequences, heads, k.shape[1], size, v.shape[-1], queries, k.shape[2]
     which = first, queries if last is None else last, flags["causal"], flags["window"] or 0
-    of_mask = (0,) * 5
+    of_mask: tuple[int, ...] = (0,) * 5
     if mask is not None:
         whole = mask.expand(sequences, heads, queries, k.shape[2])
         of_mask = mask.data_ptr(), *whole.stride()

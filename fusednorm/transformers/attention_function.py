@@ -70,10 +70,10 @@ def attend(
     causal = attention_mask is None and _is_causal(module, is_causal) and query.shape[2] > 1
     reason = _reason(query, key, value, attention_mask, dropout, kwargs)
     if reason is not None:
-        flags = {"softcap": softcap, "s_aux": s_aux}
-        given = {name: flag for name, flag in flags.items() if flag is not None}
-        call = query, key, value, attention_mask, dropout, scaling, causal
-        return _of_model(module, reason, *call, **given, **kwargs)
+        for name, flag in (("softcap", softcap), ("s_aux", s_aux)):
+            if flag is not None:
+                kwargs[name] = flag
+        return _of_model(module, reason, query, key, value, attention_mask, dropout, scaling, causal, kwargs)
     if causal and query.shape[2] != key.shape[2]:
         raise ValueError(
             f"attention_mask must be given for {query.shape[2]} queries and {key.shape[2]} keys of a causal module, "
@@ -131,7 +131,7 @@ def _of_model(
     dropout: float,
     scaling: float | None,
     causal: bool,
-    **kwargs: Any,
+    kwargs: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     """The model's own eager attention, whose masks are added to scores; where it has none, torch's."""
     name = type(module).__name__
