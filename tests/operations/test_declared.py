@@ -50,7 +50,7 @@ def test_explain_names_it(listed):
     residual = torch.zeros(2, 128) if "residual" in listed.operands else None
     for function in filter(None, (listed.function, listed.in_place)):
         text = str(fusednorm.explain(torch.zeros(2, 128), residual, function=function))
-        own = listed.name in ("linear", "modulate") and "cpu:" in text
+        own = listed.name in ("linear", "modulate", "attention", "paged_attention") and "cpu:" in text
         by = "a call of its own" if own else "torch's operations"
         assert listed.steps or f"{listed.name} runs by {by}" in text
 
