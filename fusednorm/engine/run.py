@@ -71,7 +71,7 @@ LONGEST = 1024
 
 def _as_they_lie(plan: Plan, operands: Operands, flags: Flags, outputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
     """As :func:`forward`, where rows, keys and values have strides of their own."""
-    q, v = cast(Tensor, operands[plan.rows]), cast(Tensor, operands[cast(str, plan.values)])
+    q, v = cast(Tensor, operands[plan.rows]), cast(Tensor, operands[plan.values])
     flags = {**flags, "scale": scale_of(flags["scale"], q)}
     ((made, _, shape, dtype),) = plan.written
     if q.is_meta:  # the formula looks at values

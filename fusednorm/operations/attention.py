@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ _HEADS = (Operand("q"), Operand("k", Role.KEYS), Operand("v", Role.VALUES))
 _SINKS = Operand("sinks", Role.OF_HEADS, optional=True)
 _FLAGS = {"scale": float, "causal": True, "window": int, "softcap": float}
 #: Flags of calls that tests make.
-_SAMPLES = ({}, {"scale": 0.3, "window": 3, "softcap": 2.0}, {"causal": False})
+_SAMPLES: tuple[dict[str, Any], ...] = ({}, {"scale": 0.3, "window": 3, "softcap": 2.0}, {"causal": False})
 _REFUSED = (
     ({"window": 0}, ValueError, "window must be at least 1"),
     ({"window": 1.5}, TypeError, "window must be int or None"),

@@ -292,7 +292,7 @@ def _recorded(operator: Operator) -> type[torch.autograd.Function]:
             if Role.KEYS in roles:  # whose operands have no rows in common
                 given = [*zip(tensors, in_dims, strict=False)]
                 one_by_one = [
-                    Recorded.apply(*[t if dim is None else t.select(dim, place) for t, dim in given], flags)
+                    cast(Any, Recorded).apply(*[t if dim is None else t.select(dim, place) for t, dim in given], flags)
                     for place in range(info.batch_size)
                 ]
                 found = torch.stack(one_by_one)
