@@ -61,7 +61,7 @@ class Visible:
         self.mask = None
         if mask is not None:
             whole = mask.expand(q.shape[0], self.heads, self.queries, self.keys)
-            self.mask = whole.unflatten(1, (self.kv_heads, self.heads // self.kv_heads))  # type: ignore[no-untyped-call]
+            self.mask = torch.unflatten(whole, 1, (self.kv_heads, self.heads // self.kv_heads))
 
     def of(self, part: Part) -> Tensor:
         """[groups, rows, L] of a part; one group stands for all where they do not differ."""
@@ -80,7 +80,7 @@ class Visible:
         groups = torch.arange(part.groups.start, part.groups.stop, device=self.device).unsqueeze(-1)
         batch, kv_head = groups.div(self.kv_heads, rounding_mode="floor"), groups % self.kv_heads
         head = rows.div(self.queries, rounding_mode="floor")
-        return seen & self.mask[batch, kv_head, head, queries]  # type: ignore[no-any-return]
+        return torch.logical_and(seen, self.mask[batch, kv_head, head, queries])
 
 
 def attention(
@@ -151,6 +151,7 @@ def paged_attention(
     """Attention of each sequence alone, with the keys of its pages: [T, Hq, Dv]."""
     y = q.new_zeros((*q.shape[:2], v.shape[-1]))
     begins, per_page = starts.tolist(), k.shape[2]
+    pages = pages.resolve_neg()  # torch takes the memory of an index as it is
     for sequence, length in enumerate(lengths.tolist()):
         rows = slice(begins[sequence], begins[sequence + 1])
         of = pages[sequence, : -(-length // per_page)]
@@ -300,7 +301,7 @@ def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
     at_once = max(AT_ONCE // (groups * rows * size), 1)
     # Of at most a segment, halves of a power of two have the sums of halves of the segment: +0 changes none but -0.
     total = halved if size <= SEGMENT else treesum
-    products = [total(q.unsqueeze(2) * some.to(q.dtype).unsqueeze(1)) for some in k.split(at_once, 1)]  # type: ignore[no-untyped-call]
+    products = [total(q.unsqueeze(2) * some.to(q.dtype).unsqueeze(1)) for some in torch.split(k, at_once, 1)]
     return torch.cat(products, -1) * q.new_full((), scale)
 
 
@@ -309,12 +310,12 @@ def _weighed(e: Tensor, there: Tensor, v: Tensor, order: Tensor | None) -> Tenso
     groups, keys = v.shape[:2]
     blocks = -(-keys // BLOCK)
     spare = (0, blocks * BLOCK - keys)
-    e, there = (pad(t, spare).unflatten(-1, (blocks, BLOCK)) for t in (e, there))  # type: ignore[no-untyped-call]
+    e, there = (torch.unflatten(pad(t, spare), -1, (blocks, BLOCK)) for t in (e, there))
     if order is not None:
-        order = pad(order, spare).unflatten(-1, (blocks, BLOCK))  # type: ignore[no-untyped-call]
+        order = torch.unflatten(pad(order, spare), -1, (blocks, BLOCK))
         group = torch.arange(groups, device=v.device).view(-1, 1, 1)
     else:
-        v = pad(v, (0, 0, *spare)).unflatten(1, (blocks, BLOCK)).unsqueeze(1)  # type: ignore[no-untyped-call]
+        v = torch.unflatten(pad(v, (0, 0, *spare)), 1, (blocks, BLOCK)).unsqueeze(1)
     total = e.new_zeros(())
     for r in range(min(BLOCK, keys)):
         values = v[:, :, :, r] if order is None else v[group, order[..., r]]

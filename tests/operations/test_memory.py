@@ -52,7 +52,7 @@ def zero(t):
 
 
 def negative(t):
-    return torch._neg_view(-t) if t.dtype != torch.int8 else t.clone()
+    return torch._neg_view(-t) if t.dtype not in (torch.int8, torch.bool) else t.clone()
 
 
 def imaginary(t):
@@ -353,7 +353,7 @@ def test_large_results_are_written_to_huge_pages():
     But for what torch's own operations compute: an addition of rows, formulas that no kernel serves, and gradients of
     products.
     """
-    of_torch = {"rms_norm_add", "modulate", "linear"}
+    of_torch = {"rms_norm_add", "modulate", "linear", "attention"}
     names = [name for name in DIFFERENTIATED if name in fusednorm.__all__ and name not in of_torch]
     tests = Path(__file__).parents[1]
     program = HUGE.format(paths=[str(tests), str(tests / "operations")], names=names)
