@@ -140,6 +140,21 @@ class Call:
             return None if "Optional" in kind else self.dtype
         return random.choice(allowed)
 
+    def of_keys(self, name):
+        """Of attention: two samples of 3 queries and 5 keys; or two sequences in 3 pages of 4."""
+        random, size = self.random, self.shape[-1]
+        heads, paged = 3 if self.wrong and random.random() < 0.1 else 4, "pages" in self.roles
+        shapes = {"q": (5, heads, size), "k": (3, 2, 4, size)} if paged else {"q": (2, heads, 3, size)}
+        shapes = {"k": (2, 2, 5, size)} | shapes | {"sinks": (heads,)}
+        places = {"pages": [[2, 0], [1, 1]], "starts": [0, 2, 5], "lengths": [5, 3]}
+        if name == "mask":
+            return None if random.random() < 0.5 else torch.rand(2, 1, 3, 5, generator=self.generator) > 0.3
+        if name in places:
+            dtype = random.choice((torch.int32, torch.int64, *[torch.int16] * self.wrong))
+            return torch.tensor(places[name], dtype=dtype)
+        shape = shapes.get(name, shapes["k" if name == "v" else "q"])
+        return self.operand(shape, self.dtype, absent=0.5 if name == "sinks" else 0)
+
     def tensor(self, name, absent):
         random, rows = self.random, (*self.shape[:-1], self.heads, self.shape[-1])
         if name == "scale" and self.roles.get(name) is not Role.SAMPLES:
@@ -152,6 +167,8 @@ class Call:
             return own if random.random() < 0.8 else random.choice((*self.given.values(), None))
         if name == "out" and random.random() < 0.2:
             return self.given["x"]
+        if Role.KEYS in self.roles.values():
+            return self.of_keys(name)
         match self.roles.get(name, Role.ROWS):
             case Role.WEIGHT:
                 of_heads = self.name.startswith(("affine", "layer", "fused_add_layer")) and random.random() < 0.4

@@ -143,7 +143,7 @@ def check_attention_flags(operands: Mapping[str, Any], flags: Mapping[str, Any])
         softcap = number("softcap", softcap, wide)
     if scale is not None:
         scale = number("scale", scale, wide)
-    return {"scale": scale, "causal": flags["causal"], "window": window, "softcap": softcap}
+    return {**flags, "scale": scale, "window": window, "softcap": softcap}
 
 
 def check_pages(q: Tensor, k: Tensor, pages: Tensor, starts: Tensor, lengths: Tensor, **others: Any) -> None:
