@@ -71,6 +71,14 @@ def test_any_call(mode, agree, dtype):
 
 @dtypes
 @others
+def test_blocks_of_keys(mode, agree, dtype):
+    for keys in (127, 128, 129, 300, 1030):
+        given = tensors((1, 2, 1, 1, keys, 8, 8), dtype)
+        agree(fusednorm.attention(**given), of_oracle("attention", given, ())["out"], f"{dtype_name(dtype)}, {keys}")
+
+
+@dtypes
+@others
 def test_layouts(mode, agree, dtype):
     """Operands in any strides."""
     given = tensors((2, 4, 2, 3, 9, 16, 8), dtype, F32, "all")
