@@ -68,7 +68,7 @@ class Counts:
 
     @property
     def _more(self) -> list[str]:
-        """What is patched only where it is asked for."""
+        """The numbers of products, tables and attentions, which are patched only where that is asked for."""
         more = [f"{self.products} products", f"{self.tables} tables"] if self.products + self.tables else []
         return [*more, *[f"{self.attentions} attentions"] * (self.attentions > 0)]
 
