@@ -80,7 +80,7 @@ def calls():
     functions = {name: (function_of(name), operands) for name, operands in FUNCTIONS.items()}
     for name, (function, operands) in {**functions, **MORE, **STEPS}.items():
         given = clones(without_outputs(operands), many)
-        if not (name in IN_PLACE or name == "offset" or name.startswith("quant") or "quant" in name):
+        if not (name in IN_PLACE or name == "offset" or "quant" in name or name.startswith("paged")):
             for key in have_gradients(given):
                 given[key].requires_grad_()
         yield name, function, given
