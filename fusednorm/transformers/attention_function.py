@@ -7,7 +7,11 @@ one nothing tells whether queries are the first of the keys, as in an empty stat
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -40,9 +44,19 @@ def register_attention() -> None:
 
 
 def make_mask(*args: Any, **kwargs: Any) -> Any:
-    """The mask that transformers makes for torch's attention, [B, 1, Q, L] of bool, but never none."""
+    """The mask that transformers makes for torch's attention, [B, 1, Q, L] of bool, but never none.
+
+    Raises:
+        ValueError: the model does not call functions by name, so that it would add the mask to its scores.
+    """
     from transformers.masking_utils import sdpa_mask
 
+    file = type(kwargs.get("config")).__module__.replace(".configuration_", ".modeling_")
+    if file in sys.modules and not hasattr(sys.modules[file], "ALL_ATTENTION_FUNCTIONS"):
+        raise ValueError(
+            f'attn_implementation must not be "{NAME}" for {type(kwargs["config"]).__name__}: this model computes '
+            'attention by code of its own; take "eager"'
+        )
     skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     return sdpa_mask(*args, **{**kwargs, **skips})
 
@@ -65,8 +79,13 @@ def attend(
     What :func:`fusednorm.attention` does not compute is left to the model's own attention, with a warning once.
 
     Raises:
-        ValueError: no mask says where queries are among more keys.
+        ValueError: no mask says where queries are among more keys, or the model chooses keys in another way.
     """
+    if chosen := [name for name in ("indices", "block_indices") if kwargs.get(name) is not None]:
+        raise ValueError(
+            f'attn_implementation must not be "{NAME}" for {type(module).__name__}, which hands its attention '
+            f'{chosen[0]} of the keys that queries see; take "eager"'
+        )
     causal = attention_mask is None and _is_causal(module, is_causal) and query.shape[2] > 1
     reason = _reason(query, key, value, attention_mask, dropout, kwargs)
     if reason is not None:
@@ -79,14 +98,12 @@ def attend(
             f"attention_mask must be given for {query.shape[2]} queries and {key.shape[2]} keys of a causal module, "
             "got None: nothing says which keys they see; pass one that is True where they do, [B, 1, Q, L]"
         )
-    window = kwargs.get("sliding_window") if attention_mask is None else None
     y = attention(
         query,
         key,
         value,
         scale=scaling,
         causal=causal,
-        window=window,
         softcap=softcap,
         sinks=s_aux,
         mask=attention_mask,
@@ -110,6 +127,8 @@ def _reason(
         return "output_attentions asks for its weights"
     if kwargs.get("head_mask") is not None:
         return "a head_mask weighs its heads"
+    if mask is None and kwargs.get("sliding_window") is not None and query.shape[2] > 1:
+        return "it has a window and no mask"
     if mask is not None and (mask.dtype != torch.bool or mask.dim() != 4):
         return f"its mask is {str(mask.dtype)[6:]} with {mask.dim()} dimensions, and not bool with 4"
     if mask is not None and mask.shape[-1] != key.shape[2]:
@@ -170,8 +189,65 @@ def calls_attention(module: torch.nn.Module) -> bool:
 
 
 def _names(of_class: type) -> tuple[str, ...]:
-    code = getattr(vars(of_class).get("forward"), "__code__", None)
-    return getattr(code, "co_names", ())
+    forward = inspect.unwrap(vars(of_class).get("forward", _names))
+    return getattr(getattr(forward, "__code__", None), "co_names", ())
+
+
+#: What modules hand attention functions, and these take or need not know.
+_KNOWN = {"query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal", "softcap", "s_aux"}
+_KNOWN |= {"sliding_window", "position_ids", "output_attentions", "head_mask", "deterministic"}
+_KNOWN |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+
+
+@functools.cache
+def _left_alone(of_class: type) -> str | None:
+    """Why a class's attention is not fusednorm's, by the source of its forward pass; None if it is."""
+    try:
+        source = inspect.getsource(inspect.unwrap(cast(Any, of_class).forward))
+    except (OSError, TypeError):
+        return "its source is not there"
+    tree = ast.parse(textwrap.dedent(source))
+    for call in ast.walk(tree):
+        if not (
+            isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "attention_interface"
+        ):
+            continue
+        words = {word.arg: word.value for word in call.keywords if word.arg}
+        more = [name for name, value in words.items() if name not in _KNOWN and not _is_none(value)]
+        if more:
+            return f"it hands its attention {', '.join(sorted(more))}"
+        mask = call.args[4] if len(call.args) > 4 else words.get("attention_mask")
+        if isinstance(mask, ast.Name) and _is_computed(mask.id, tree):
+            return f"it computes {mask.id} itself"
+    return None
+
+
+def _is_none(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and value.value is None
+
+
+def _is_computed(name: str, tree: ast.AST) -> bool:
+    """Whether a name is given another value than a part of another name, or one of two."""
+    for node in ast.walk(tree):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if name not in [target.id for target in targets if isinstance(target, ast.Name)]:
+            continue
+        if isinstance(node, ast.AugAssign) or (isinstance(node, ast.Assign) and not _is_plain(node.value)):
+            return True
+    return False
+
+
+def _is_plain(value: ast.expr) -> bool:
+    if isinstance(value, ast.IfExp):
+        return _is_plain(value.body) and _is_plain(value.orelse)
+    if isinstance(value, ast.Subscript):
+        return _is_plain(value.value)
+    return isinstance(value, ast.Name) or _is_none(value)
+
+
+def _of_code(module: torch.nn.Module) -> type:
+    """The model's own class whose forward pass looks up attention; a rewritten one comes before it."""
+    return [of_class for of_class in type(module).__mro__ if "ALL_ATTENTION_FUNCTIONS" in _names(of_class)][-1]
 
 
 def is_patched(module: torch.nn.Module) -> bool:
@@ -184,7 +260,15 @@ def patch_attention(model: torch.nn.Module) -> Iterator[Outcome]:
     found = [module for module in model.modules() if calls_attention(module) and not is_patched(module)]
     if found:
         register_attention()
+    # One configuration names the attention of all its modules.
+    alone = {id(getattr(module, "config", None)) for module in found if _left_alone(_of_code(module))}
     for module in found:
+        reason = _left_alone(_of_code(module))
+        if reason is None and id(getattr(module, "config", None)) in alone:
+            reason = "other attention of its configuration is left alone"
+        if reason is not None:
+            yield type(module).__name__, False, reason
+            continue
         config: Any = getattr(module, "config", None)
         before = getattr(config, "_attn_implementation", None)
         if before is None:

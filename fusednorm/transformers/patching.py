@@ -175,11 +175,14 @@ def patch(
     if not activations:
         kinds.discard("gates")
     untouched = [module for module in model.modules() if not isinstance(module, Patched)]
+    before = any(map(is_patched, model.modules()))
     try:
         return _patch(model, kinds, products, attention)
     except BaseException:  # of the model's own code, for one
         for module in untouched:
             detach(module)
+        if attention and not before:
+            unpatch_attention(model)
         raise
 
 
