@@ -193,7 +193,7 @@ def _names(of_class: type) -> tuple[str, ...]:
     return getattr(getattr(forward, "__code__", None), "co_names", ())
 
 
-#: What modules hand attention functions, and these take or need not know.
+#: Arguments of modules that attention functions take, or need not know.
 _KNOWN = {"query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal", "softcap", "s_aux"}
 _KNOWN |= {"sliding_window", "position_ids", "output_attentions", "head_mask", "deterministic"}
 _KNOWN |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}

@@ -185,3 +185,21 @@ def test_undone_and_by_name():
     fusednorm.transformers.register_attention()
     model.set_attn_implementation("fusednorm")
     assert torch.equal(model(IDS).logits, found)
+
+
+def test_models_that_choose_keys_or_compute_attention_themselves():
+    """Other attention would ignore what they hand over, or have a mask of bool added to scores."""
+    sizes = {"vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.HYV4Config(
+        **sizes, num_key_value_heads=2, intermediate_size=64, moe_intermediate_size=32, pad_token_id=0
+    )
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    report = fusednorm.transformers.patch(model, attention=True, steps=())
+    assert report.attentions == 0
+    assert [entry.what for entry in report.entries] == ["it hands its attention indices"]
+    fusednorm.transformers.register_attention()
+    bloom = transformers.BloomConfig(vocab_size=99, hidden_size=32, n_layer=1, n_head=2)
+    model = transformers.AutoModelForCausalLM.from_config(bloom, attn_implementation="fusednorm")
+    with pytest.raises(ValueError, match="this model computes attention by code of its own"):
+        model(IDS)
