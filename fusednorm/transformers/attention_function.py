@@ -79,7 +79,8 @@ def attend(
     What :func:`fusednorm.attention` does not compute is left to the model's own attention, with a warning once.
 
     Raises:
-        ValueError: no mask says where queries are among more keys, or the model chooses keys in another way.
+        ValueError: no mask says which of the keys are seen, the model chooses keys in another way, or its own attention
+            would have to compute a call and ignores a softcap or sinks.
     """
     if chosen := [name for name in ("indices", "block_indices") if kwargs.get(name) is not None]:
         raise ValueError(
@@ -87,17 +88,23 @@ def attend(
             f'{chosen[0]} of the keys that queries see; take "eager"'
         )
     causal = attention_mask is None and _is_causal(module, is_causal) and query.shape[2] > 1
+    if causal and query.shape[2] != key.shape[2]:
+        raise ValueError(
+            f"attention_mask must be given for {query.shape[2]} queries and {key.shape[2]} keys of a causal module, "
+            "got None: nothing says which keys they see; pass one that is True where they do, [B, 1, Q, L]"
+        )
+    window = kwargs.get("sliding_window")
+    if attention_mask is None and window is not None and key.shape[2] > window:
+        raise ValueError(
+            f"attention_mask must be given for {key.shape[2]} keys and a window of {window}, got None; pass one that "
+            "is True for the keys that a query sees, [B, 1, Q, L]"
+        )
     reason = _reason(query, key, value, attention_mask, dropout, kwargs)
     if reason is not None:
         for name, flag in (("softcap", softcap), ("s_aux", s_aux)):
             if flag is not None:
                 kwargs[name] = flag
         return _of_model(module, reason, query, key, value, attention_mask, dropout, scaling, causal, kwargs)
-    if causal and query.shape[2] != key.shape[2]:
-        raise ValueError(
-            f"attention_mask must be given for {query.shape[2]} queries and {key.shape[2]} keys of a causal module, "
-            "got None: nothing says which keys they see; pass one that is True where they do, [B, 1, Q, L]"
-        )
     y = attention(
         query,
         key,
@@ -127,8 +134,6 @@ def _reason(
         return "output_attentions asks for its weights"
     if kwargs.get("head_mask") is not None:
         return "a head_mask weighs its heads"
-    if mask is None and kwargs.get("sliding_window") is not None and query.shape[2] > 1:
-        return "it has a window and no mask"
     if mask is not None and (mask.dtype != torch.bool or mask.dim() != 4):
         return f"its mask is {str(mask.dtype)[6:]} with {mask.dim()} dimensions, and not bool with 4"
     if mask is not None and mask.shape[-1] != key.shape[2]:
@@ -154,8 +159,15 @@ def _of_model(
 ) -> tuple[Tensor, Tensor | None]:
     """The model's own eager attention, whose masks are added to scores; where it has none, torch's."""
     name = type(module).__name__
-    warnings.warn(f"{name}: {reason}, so such calls are left to the model's own attention", stacklevel=3)
     eager = _eager(module)
+    known = inspect.signature(eager).parameters if eager else {}
+    # The function of gpt-oss reads the sinks of the module.
+    ignored = [flag for flag in ("softcap", "s_aux") if flag in kwargs and flag not in known]
+    if [flag for flag in ignored if flag == "softcap" or eager is None or not hasattr(module, "sinks")]:
+        raise ValueError(
+            f"{name}: {reason}, and its own attention ignores {ignored[0]}; leave out what fusednorm does not compute"
+        )
+    warnings.warn(f"{name}: {reason}, so such calls are left to the model's own attention", stacklevel=3)
     if causal:
         places = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
         mask = places[None, None]

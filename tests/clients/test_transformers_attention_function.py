@@ -21,6 +21,9 @@ MODELS = {
 }
 
 
+HEADS = torch.ones(1, 4, 5, 8), torch.ones(1, 2, 16, 8)
+
+
 def model_of(kind):
     """A decoder of two layers with random weights, by eager attention."""
     config = getattr(transformers, f"{kind}Config")(
@@ -153,7 +156,17 @@ def test_what_is_left_to_the_model():
             output_attentions=True,
         )[1]
     assert weights.shape == (1, 4, 3, 3)
-    q, k = torch.ones(1, 4, 5, 8), torch.ones(1, 2, 16, 8)
+    attend, own, q, k = fusednorm.transformers.attention_function.attend, patched.model.layers[0].self_attn, *HEADS
+    for given in ({}, {"output_attentions": True}):  # of which nothing says where the queries are
+        with pytest.raises(ValueError, match="attention_mask must be given for 5 queries and 16 keys"):
+            attend(own, q, k, k, None, **given)
+    for queries in (1, 5):
+        with pytest.raises(ValueError, match="attention_mask must be given for 5 keys and a window of 2, got None"):
+            attend(own, q[:, :, :queries], k[:, :, :5], k[:, :, :5], None, sliding_window=2)
+    added = torch.zeros(1, 1, 5, 16)
+    for flag, value in (("softcap", 2.0), ("s_aux", torch.ones(4))):
+        with pytest.raises(ValueError, match=f"its own attention ignores {flag}"):
+            attend(own, q, k, k, added, **{flag: value})
     with pytest.raises(ValueError, match="attention_mask must be given for 5 queries and 16 keys of a causal module"):
         fusednorm.transformers.attention_function.attend(torch.nn.Module(), q, k, k, None)
 
