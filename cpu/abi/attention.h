@@ -2,8 +2,6 @@
 #ifndef FUSEDNORM_ATTENTION_H
 #define FUSEDNORM_ATTENTION_H
 
-#include <string.h>
-
 #include "abi/declared.h"
 
 /* Strides are in bytes: of a sequence, or of a page of k and v, of a head, and of a query or a key. Elements of a row are adjacent. */
@@ -35,14 +33,6 @@ enum { FN_ATTENTION_BLOCK = 128, FN_ATTENTION_ROWS = 64 };
 enum { FN_ATTENTION_FEW_ROWS = 8, FN_ATTENTION_SIZE = 1024 };
 /* The most pairs of an element of a query and of a key in a call that Python does not divide: one thread takes about half a second. */
 #define FN_ATTENTION_OF_A_CALL 8000000000
-
-/* Number i of the whole numbers at an address. */
-static inline int64_t fn_whole_at(int64_t kind, int64_t address, int64_t i) {
-    int32_t narrow;
-    int64_t wide;
-    if (kind == FN_I64) return memcpy(&wide, (const char *)address + 8 * i, sizeof wide), wide;
-    return memcpy(&narrow, (const char *)address + 4 * i, sizeof narrow), narrow;
-}
 
 /* A sequence: the place of its first query in q, its queries and keys, and those of its queries that are computed. */
 struct fn_sequence {
@@ -78,7 +68,7 @@ static inline struct fn_range fn_range_of(const struct fn_attention *job, const 
 struct fn_attention_part {
     int64_t sequence, kv_head, begin, end;
     int steps; /* all of them; or, where threads share one query, the step that is made */
-    int64_t first_block, last_block; /* of the query's keys, of which a step takes these; */
+    int64_t first_block, last_block; /* of the query's keys, of which a step takes these, */
     float *shared; /* and the room of all threads; else NULL */
 };
 enum { FN_FIND_SCORES = 1, FN_FIND_WEIGHTS = 2, FN_ADD_VALUES = 4, FN_WRITE_SUMS = 8, FN_ALL_STEPS = 15 };

@@ -78,15 +78,19 @@ static inline int64_t fn_numbers_of_segments(int64_t hidden) {
     return numbers;
 }
 
+/* Number i of the whole numbers at an address. */
+static inline int64_t fn_whole_at(int64_t kind, int64_t address, int64_t i) {
+    int32_t narrow;
+    int64_t wide;
+    if (kind == FN_I64) return memcpy(&wide, (const char *)address + 8 * i, sizeof wide), wide;
+    return memcpy(&narrow, (const char *)address + 4 * i, sizeof narrow), narrow;
+}
+
 /* The ids of each row; one of all rows' ids, and whether it is ignored. */
 static inline int64_t fn_ids_of_row(const struct fn_declared *job) { return job->operand[FN_LOG_PROB_IDS].stride; }
 static inline int64_t fn_id_at(const struct fn_declared *job, int64_t i) {
     const struct fn_operand *const ids = &job->operand[FN_LOG_PROB_IDS];
-    const char *const at = (const char *)ids->address + i * fn_element_size(ids->kind);
-    int32_t narrow;
-    int64_t wide;
-    if (ids->kind == FN_I64) return memcpy(&wide, at, sizeof wide), wide;
-    return memcpy(&narrow, at, sizeof narrow), narrow;
+    return fn_whole_at(ids->kind, (int64_t)ids->address, i);
 }
 static inline int fn_is_ignored(const struct fn_declared *job, int64_t id) {
     return job->given >> FN_LOG_PROB_IGNORE_INDEX & 1 && id == job->flag[FN_LOG_PROB_IGNORE_INDEX].whole;

@@ -74,13 +74,12 @@ static float *taken(float **room, int64_t floats) {
 static float find_weights(const struct fn_attention *job, float *t, int64_t n, int64_t head, float *segments) {
     _Alignas(64) float e[FN_SEGMENT], scores[FN_SEGMENT];
     const struct fn_gate cap = {.limit = job->softcap, .between = NONE};
-    int32_t most = INT32_MIN;
     for (int64_t i = 0; job->softcap != 0 && i < n; i += FN_SEGMENT) {
         const int count = n - i < FN_SEGMENT ? (int)(n - i) : FN_SEGMENT;
         memcpy(scores, t + i, (size_t)count * sizeof *t);
         softcap_float(&cap, scores, count, t + i, NULL);
     }
-    most = greatest_float(t, n, most);
+    int32_t most = greatest_float(t, n, INT32_MIN);
     float sink = 0;
     if (job->sinks_kind) {
         double value;
@@ -115,6 +114,13 @@ static void write_row(const struct fn_attention *job, const struct fn_sequence *
 
 static const char *row_of_q(const struct fn_attention *job, const struct fn_sequence *s, int64_t sequence, int64_t head, int64_t query) {
     return (const char *)job->q.address + sequence * job->q.stride[0] + head * job->q.stride[1] + (s->place + query) * job->q.stride[2];
+}
+
+/* Of the numbers below a power of two the one that follows where their bits are in the opposite order. */
+FN_INLINE int64_t after_reversed(int64_t number, int64_t end) {
+    int64_t bit = end / 2;
+    for (; number & bit; bit /= 2) number ^= bit;
+    return number | bit;
 }
 
 /*
@@ -155,9 +161,7 @@ FN_INLINE void multiply_key(int kind, int two, const float *q, int64_t width, co
         u_store(F32, stack[0][depth], 0, UNIT, a);
         if (two) u_store(F32, stack[1][depth], 0, UNIT, b);
         depth++;
-        int64_t bit = leaves / 2; /* the next number whose bits are in the opposite order */
-        for (; leaf & bit; bit /= 2) leaf ^= bit;
-        leaf |= bit;
+        leaf = after_reversed(leaf, leaves);
     }
 #undef PRODUCT
 #undef KEY
@@ -185,16 +189,11 @@ FN_INLINE void score_batch(int kind, int two, const float *q, int64_t width, con
         FN_UNSWITCH_UNITS(units, score_batch(kind, two, q, width, keys, n, units, scale, t, t_step));                                \
     }
 typedef void score_batch_fn(const float *q, int64_t width, const char *const *keys, int n, int64_t units, float scale, float *t, int64_t t_step);
-#if defined(BF16_BY_PARITY)
-SCORES_OF_BATCH(BF16P, 0) SCORES_OF_BATCH(BF16P, 1)
-static score_batch_fn *const score_batches_bf16[] = {score_batch_BF16P_0, score_batch_BF16P_1};
-#else
-SCORES_OF_BATCH(BF16, 0) SCORES_OF_BATCH(BF16, 1)
-static score_batch_fn *const score_batches_bf16[] = {score_batch_BF16_0, score_batch_BF16_1};
-#endif
 SCORES_OF_BATCH(F32, 0) SCORES_OF_BATCH(F32, 1) SCORES_OF_BATCH(F16, 0) SCORES_OF_BATCH(F16, 1)
-static score_batch_fn *const score_batches_f32[] = {score_batch_F32_0, score_batch_F32_1};
-static score_batch_fn *const score_batches_f16[] = {score_batch_F16_0, score_batch_F16_1};
+SCORES_OF_BATCH(ALL_BF16, 0) SCORES_OF_BATCH(ALL_BF16, 1)
+static score_batch_fn *const score_batches[4][2] = {[F32] = {score_batch_F32_0, score_batch_F32_1},
+                                                    [F16] = {score_batch_F16_0, score_batch_F16_1},
+                                                    [BF16] = {score_batch_ALL_BF16_0, score_batch_ALL_BF16_1}};
 
 /*
  * The sums of values of a block, times the weights of one row or two, of elements [begin, begin + n) where n is at most two units:
@@ -230,18 +229,13 @@ FN_INLINE void add_block(int kind, int two, int whole, const float *e, int64_t e
             add_block(kind, two, 0, e, e_step, values, keys, i, n - i < UNIT ? (int)(n - i) : UNIT, total, total_step, apart);      \
     }
 typedef void add_block_fn(const float *e, int64_t e_step, const char *const *values, int keys, int64_t n, float *total, int64_t total_step, int apart);
-#if defined(BF16_BY_PARITY)
-SUMS_OF_BLOCK(BF16P, 0) SUMS_OF_BLOCK(BF16P, 1)
-static add_block_fn *const add_blocks_bf16[] = {add_block_BF16P_0, add_block_BF16P_1};
-#else
-SUMS_OF_BLOCK(BF16, 0) SUMS_OF_BLOCK(BF16, 1)
-static add_block_fn *const add_blocks_bf16[] = {add_block_BF16_0, add_block_BF16_1};
-#endif
 SUMS_OF_BLOCK(F32, 0) SUMS_OF_BLOCK(F32, 1) SUMS_OF_BLOCK(F16, 0) SUMS_OF_BLOCK(F16, 1)
-static add_block_fn *const add_blocks_f32[] = {add_block_F32_0, add_block_F32_1};
-static add_block_fn *const add_blocks_f16[] = {add_block_F16_0, add_block_F16_1};
+SUMS_OF_BLOCK(ALL_BF16, 0) SUMS_OF_BLOCK(ALL_BF16, 1)
+static add_block_fn *const add_blocks[4][2] = {[F32] = {add_block_F32_0, add_block_F32_1},
+                                               [F16] = {add_block_F16_0, add_block_F16_1},
+                                               [BF16] = {add_block_ALL_BF16_0, add_block_ALL_BF16_1}};
 
-/* The units of a row of q, padded to a power of two; and whether keys have as many as they lie. */
+/* The units of a row of q, padded to a power of two. */
 static int64_t units_of_q(const struct fn_attention *job) {
     int64_t units = 1;
     while (units * UNIT < job->size) units *= 2;
@@ -264,7 +258,7 @@ static void attend_one(const struct fn_attention *job, const struct fn_attention
     const char *at[FN_ATTENTION_BLOCK];
     if (part->steps & FN_FIND_SCORES && count) {
         const struct rows_of_keys keys = rows_of(job, &job->k, part->sequence, part->kv_head);
-        score_batch_fn *const *const score = !as_it_lies || job->kind == F32 ? score_batches_f32 : job->kind == F16 ? score_batches_f16 : score_batches_bf16;
+        score_batch_fn *const *const score = score_batches[as_it_lies ? job->kind : F32];
         for (int h = 0; h < heads; h++) {
             float *const row = q + h * width;
             memset(row, 0, (size_t)width * sizeof *row);
@@ -295,7 +289,7 @@ static void attend_one(const struct fn_attention *job, const struct fn_attention
         for (int h = 0; h < heads; h++) sums[h] = find_weights(job, t + h * t_step, count, first_head + h, segments);
     if (part->steps & FN_ADD_VALUES && count) {
         const struct rows_of_keys values = rows_of(job, &job->v, part->sequence, part->kv_head);
-        add_block_fn *const *const add = job->kind == F32 ? add_blocks_f32 : job->kind == F16 ? add_blocks_f16 : add_blocks_bf16;
+        add_block_fn *const *const add = add_blocks[job->kind];
         if (!part->shared) memset(totals, 0, (size_t)(heads * total_step) * sizeof *totals);
         for (int64_t block = first; block < last; block++) {
             const int64_t begin = block * FN_ATTENTION_BLOCK;
@@ -432,10 +426,8 @@ static FN_NOINLINE void add_slice_of_4(const float *e, int64_t e_step, const flo
 
 /* Many rows, all of whose visible keys are ranges: rows are queries of the heads that share keys, the heads of a query together. */
 struct many {
-    const struct fn_attention *job;
-    const struct fn_attention_part *part;
     int64_t rows, first, end; /* the keys that any row sees */
-    int64_t width, t_step, v_width;
+    int64_t t_step, v_width;
     const struct visible *seen; /* of each row */
     float *t, *block, *total; /* scores, and sums of the block that is added up and of those before it */
 };
@@ -489,15 +481,16 @@ static void add_chunk(const struct many *m, int64_t row, const float *v, int64_t
 static void attend_many(const struct fn_attention *job, const struct fn_attention_part *part, const struct fn_sequence *s,
                         const struct visible *seen, float *room) {
     const int group = (int)(job->heads / job->kv_heads);
-    struct many m = {.job = job, .part = part, .rows = (part->end - part->begin) * group, .first = s->keys, .t_step = fn_attention_scores(job),
-                     .v_width = fn_attention_value_width(job), .seen = seen, .width = 16};
-    while (m.width < job->size) m.width *= 2;
+    struct many m = {.rows = (part->end - part->begin) * group, .first = s->keys, .t_step = fn_attention_scores(job),
+                     .v_width = fn_attention_value_width(job), .seen = seen};
+    int64_t width = 16; /* of the tree */
+    while (width < job->size) width *= 2;
     for (int64_t r = 0; r < m.rows; r++) {
         if (!seen[r].count) continue;
         if (seen[r].first < m.first) m.first = seen[r].first;
         if (seen[r].first + seen[r].count > m.end) m.end = seen[r].first + seen[r].count;
     }
-    const int64_t rows = (m.rows + 1) / 2 * 2, width = m.width, step = fn_attention_width(job), v_width = m.v_width;
+    const int64_t rows = (m.rows + 1) / 2 * 2, step = fn_attention_width(job), v_width = m.v_width;
     float *const q = taken(&room, rows * width), *const sums = taken(&room, m.rows), *const segments = taken(&room, fn_attention_segments(job));
     float *const row = taken(&room, step > v_width ? step : v_width);
     m.t = taken(&room, rows * m.t_step);
@@ -509,9 +502,7 @@ static void attend_many(const struct fn_attention *job, const struct fn_attentio
     int16_t leaf[FN_ATTENTION_SIZE]; /* the place of each element in the order of the tree's leaves */
     for (int64_t d = 0, reversed = 0; d < width; d++) {
         leaf[d] = (int16_t)reversed;
-        int64_t bit = width / 2;
-        for (; reversed & bit; bit /= 2) reversed ^= bit;
-        reversed |= bit;
+        reversed = after_reversed(reversed, width);
     }
     memset(q, 0, (size_t)(rows * width) * sizeof *q);
     for (int64_t r = 0; r < m.rows; r++) {

@@ -158,8 +158,10 @@ ELSEWHERE = {
 }
 
 
-#: Each operation, and some with flags that a backend need not know.
-OPERATIONS = {name: operation._replace(sample=operation.needed) for name, operation in every().items()}
+#: Each operation, and some with flags that a backend need not know; test_attention.py has those whose rows meet keys.
+OPERATIONS = {
+    name: operation._replace(sample=operation.needed) for name, operation in every().items() if not operation.of_keys
+}
 OPERATIONS |= {f"{name} with a bias": every()[name] for name in ("rms_norm", "fused_add_rms_norm")}
 OPERATIONS["gate first"] = every()["rms_norm_gated"]._replace(sample={"norm_before_gate": False, "group_size": 32})
 #: The same, each with the number of rows, and their length.

@@ -49,10 +49,7 @@ def parts_of(groups: int, rows: int, each: int) -> Iterator[Part]:
 
 
 class Visible:
-    """Which keys the rows of [B, Hq, Q, L] scores see.
-
-    ``share``: the query heads of a group.
-    """
+    """Which keys the rows of [B, Hq, Q, L] scores see."""
 
     def __init__(self, q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, window: int | None) -> None:
         self.heads, self.queries, self.keys = q.shape[1], q.shape[2], k.shape[2]
@@ -106,14 +103,10 @@ def attention(
         )
     if 0 in shape or not keys:
         return (q.new_zeros(shape),)
-    wide, share = accumulator(q.dtype), heads // kv_heads
-    groups, rows = batch * kv_heads, share * queries
+    groups, rows = batch * kv_heads, heads // kv_heads * queries
     of_queries = q.reshape(groups, rows, size)
     of_keys, of_values = (t.reshape(groups, keys, t.shape[3]) for t in (k, v))
-    of_sinks = None
-    if sinks is not None:
-        of_sinks = sinks.to(wide).reshape(1, kv_heads, share, 1).expand(batch, kv_heads, share, queries)
-        of_sinks = of_sinks.reshape(groups, rows)
+    of_sinks, scale = _of_rows(sinks, q, kv_heads), scale_of(scale, q)
     visible = Visible(q, k, mask, causal, window)
     y = q.new_empty((groups, rows, size_of_values))
     blocks = -(-keys // BLOCK)
@@ -124,10 +117,19 @@ def attention(
             of_values[part.groups],
             None if of_sinks is None else of_sinks[part.groups, part.rows],
             visible.of(part),
-            scale_of(scale, q),
+            scale,
             softcap,
         )
     return (y.reshape(shape),)
+
+
+def _of_rows(sinks: Tensor | None, q: Tensor, kv_heads: int) -> Tensor | None:
+    """[groups, rows]: the sink of each row, widened."""
+    if sinks is None:
+        return None
+    batch, heads, queries = q.shape[:3]
+    of_heads = widened(sinks, accumulator(q.dtype)).reshape(1, heads, 1)
+    return of_heads.expand(batch, heads, queries).reshape(batch * kv_heads, -1)
 
 
 def scale_of(scale: float | None, q: Tensor) -> float:
@@ -214,14 +216,10 @@ def attention_gradients(
             torch.zeros_like(t, memory_format=torch.contiguous_format) if t is not None and need else None
             for t, need in zip(operands, needs, strict=True)
         )
-    wide, share = accumulator(q.dtype), heads // kv_heads
-    groups, rows = batch * kv_heads, share * queries
+    wide, groups, rows = accumulator(q.dtype), batch * kv_heads, heads // kv_heads * queries
     of_rows, of_d = (widened(t, wide).reshape(groups, rows, t.shape[3]) for t in (q, d))
     of_keys, of_values = (widened(t, wide).reshape(groups, keys, t.shape[3]) for t in (k, v))
-    of_sinks = None
-    if sinks is not None:
-        of_sinks = widened(sinks, wide).reshape(1, kv_heads, share, 1).expand(batch, kv_heads, share, queries)
-        of_sinks = of_sinks.reshape(groups, rows)
+    of_sinks, scale = _of_rows(sinks, q, kv_heads), scale_of(scale, q)
     visible = Visible(q, k, mask, causal, window)
     found: dict[int, list[list[Tensor]]] = {}
     for part in parts_of(groups, rows, keys):
@@ -236,7 +234,7 @@ def attention_gradients(
                 of_values[part.groups],
                 None if of_sinks is None else of_sinks[at],
                 visible.of(part),
-                scale_of(scale, q),
+                scale,
                 softcap,
             )
         )

@@ -11,7 +11,6 @@ import ast
 import functools
 import inspect
 import sys
-import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -21,6 +20,8 @@ from torch import Tensor
 
 from fusednorm.calls.call import FLOATS
 from fusednorm.operations.attention import attention
+from fusednorm.transformers.layers import source
+from fusednorm.transformers.reads import LeftAloneError
 from fusednorm.transformers.replacing import Outcome
 
 #: The implementation's name.
@@ -215,10 +216,9 @@ _KNOWN |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 def _left_alone(of_class: type) -> str | None:
     """Why a class's attention is not fusednorm's, by the source of its forward pass; None if it is."""
     try:
-        source = inspect.getsource(inspect.unwrap(cast(Any, of_class).forward))
-    except (OSError, TypeError):
-        return "its source is not there"
-    tree = ast.parse(textwrap.dedent(source))
+        _, tree = source(cast(Any, of_class).forward)
+    except LeftAloneError as error:
+        return str(error)
     for call in ast.walk(tree):
         if not (
             isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "attention_interface"

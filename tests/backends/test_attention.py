@@ -1,11 +1,10 @@
 """Attention in C: around its blocks, tiles and units, several threads, masks, pages, and calls that are interrupted."""
 
-import contextlib
 import random
-import signal
 
 import pytest
 import torch
+from surroundings import interrupted, takes_interrupts, threads
 
 import fusednorm
 from fusednorm.backends import cpu
@@ -18,16 +17,6 @@ KEYS = (1, 5, 15, 33, 127, 128, 129, 300, 1025)
 QUERIES = (1, 1, 1, 2, 3, 7, 33, 70)
 GROUPS = (1, 2, 3, 4)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-@contextlib.contextmanager
-def threads(count):
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def mask_of(kind, batch, heads, queries, keys):
@@ -123,22 +112,12 @@ def test_one_query_is_divided_among_threads():
                 assert torch.equal(fusednorm.attention(q, k, v, window=window), expected), (keys, count)
 
 
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no timer that sends signals")
+@takes_interrupts
 def test_long_attention_is_interrupted():
     """It is made in parts, of queries: those after the interrupt are not computed."""
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
     q = torch.ones(1, 16, 1, 128, dtype=torch.bfloat16).expand(1, 16, 8192, 128)
     k = torch.ones(1, 1, 1, 128, dtype=torch.bfloat16).expand(1, 1, 8192, 128)
     out = torch.full(q.shape, -1.0, dtype=torch.bfloat16)
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.02)
-        with pytest.raises(KeyboardInterrupt):
-            fusednorm.attention(q, k, k, out=out)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    with interrupted(after=0.02):
+        fusednorm.attention(q, k, k, out=out)
     assert (out[:, :, -1] == -1).all()

@@ -1,12 +1,11 @@
 """Products in C: where its blocks end, several threads, long rows, and calls that are interrupted."""
 
-import contextlib
 import itertools
-import signal
 import threading
 
 import pytest
 import torch
+from surroundings import interrupted, takes_interrupts, threads
 
 import fusednorm
 from fusednorm.backends import cpu
@@ -18,16 +17,6 @@ from fusednorm.reference import products
 SIZES = (1, 15, 16, 17, 639, 640, 641, 656, 1281, 2048, 2049, 8193)
 ROWS = (1, 2, 3, 4, 5, 63, 64, 65, 130)
 COLUMNS = (1, 2, 3, 4, 5, 6, 7, 47, 48, 49, 97)
-
-
-@contextlib.contextmanager
-def threads(count):
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def operands(rows, columns, size, dtype, weight_dtype):
@@ -117,21 +106,11 @@ def test_memory_is_given_back():
     assert not differing(found, expected).any()
 
 
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no timer that sends signals")
+@takes_interrupts
 def test_a_long_product_is_interrupted():
     """It is made in parts, of columns: those after the interrupt are not computed."""
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
     x, weight = torch.ones(2048, 4096, dtype=torch.bfloat16), torch.ones(1, 4096, dtype=torch.bfloat16)
     out = torch.full((2048, 6000), -1.0, dtype=torch.bfloat16)
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.02)
-        with pytest.raises(KeyboardInterrupt):
-            fusednorm.linear(x, weight.expand(6000, 4096), out=out)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    with interrupted(after=0.02):
+        fusednorm.linear(x, weight.expand(6000, 4096), out=out)
     assert (out[:, -1] == -1).all()
