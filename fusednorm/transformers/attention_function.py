@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fusednorm.calls.call import FLOATS
 from fusednorm.operations.attention import attention
-from fusednorm.transformers.layers import source
+from fusednorm.transformers.layers import evaluated, source
 from fusednorm.transformers.reads import LeftAloneError
 from fusednorm.transformers.replacing import Outcome
 
@@ -219,12 +219,8 @@ def _left_alone(of_class: type) -> str | None:
         _, tree = source(cast(Any, of_class).forward)
     except LeftAloneError as error:
         return str(error)
-    for call in ast.walk(tree):
-        if not (
-            isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "attention_interface"
-        ):
-            continue
-        words = {word.arg: word.value for word in call.keywords if word.arg}
+    for call in _calls(tree):
+        words = _words(call)
         more = [name for name, value in words.items() if name not in _KNOWN and not _is_none(value)]
         if more:
             return f"it hands its attention {', '.join(sorted(more))}"
@@ -232,6 +228,39 @@ def _left_alone(of_class: type) -> str | None:
         if isinstance(mask, ast.Name) and _is_computed(mask.id, tree):
             return f"it computes {mask.id} itself"
     return None
+
+
+def _calls(tree: ast.AST) -> list[ast.Call]:
+    """The calls of the function that a forward pass looks up."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "attention_interface"]
+
+
+def _words(call: ast.Call) -> dict[str, ast.expr]:
+    return {word.arg: word.value for word in call.keywords if word.arg}
+
+
+def attention_steps(module: torch.nn.Module) -> list[tuple[str, dict[str, Any]]]:
+    """For :func:`fusednorm.contract`: the attention of a module whose configuration names fusednorm's.
+
+    Its flags are those that the forward pass says; those that only a call knows are the text of its source.
+    """
+    named = getattr(getattr(module, "config", None), "_attn_implementation", None) == NAME
+    if not (named and calls_attention(module)) or _left_alone(of_class := _of_code(module)):
+        return []
+    function, tree = source(cast(Any, of_class).forward)
+    steps: list[tuple[str, dict[str, Any]]] = []
+    for call in _calls(tree):
+        words = {name: evaluated(ast.unparse(value), function, module) for name, value in _words(call).items()}
+        causal = words.get("is_causal")
+        flags = {
+            "scale": words.get("scaling"),
+            "causal": causal if isinstance(causal, str) else _is_causal(module, causal),
+        }
+        flags |= {"window": words.get("sliding_window"), "softcap": words.get("softcap")}
+        step = "attention", flags | {"sinks": words.get("s_aux") is not None}
+        steps += [] if step in steps else [step]
+    return steps
 
 
 def _is_none(value: ast.expr) -> bool:

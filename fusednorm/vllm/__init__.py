@@ -1,14 +1,15 @@
-"""A plug-in of vLLM: its RMSNorm layers, gates and rotations call fusednorm. See ``docs/vllm.md``.
+"""A plug-in of vLLM: its RMSNorm layers, gates and rotations call fusednorm, and more on request. See ``docs/vllm.md``.
 
 vLLM calls :func:`register` in each of its processes (entry-point group ``vllm.general_plugins``).
 """
 
 import logging
 import os
+from functools import partial
 from typing import NamedTuple
 
 from fusednorm.version import __version__
-from fusednorm.vllm import layers, providers
+from fusednorm.vllm import attention, layers, log_probs, products, providers
 from fusednorm.vllm.roundings import HUGGINGFACE
 
 __all__ = ["MODES", "register"]
@@ -19,28 +20,31 @@ _logger = logging.getLogger("vllm.fusednorm")
 #: The values of FUSEDNORM_VLLM, and the provider that vLLM then prefers. ``,gpu`` may follow all but the last.
 MODES = {**providers.BY_CONTRACT, "off": None}
 
-#: May follow ``huggingface``: vLLM keeps its own products of matrices.
-OWN_PRODUCTS = "own-products"
+#: May follow ``huggingface``: vLLM keeps its own products of matrices, or its own attention.
+OWN_PRODUCTS, OWN_ATTENTION = "own-products", "own-attention"
 
 
 class Request(NamedTuple):
-    """The mode that FUSEDNORM_VLLM requests, whether for GPUs too, and whether matrices are fusednorm's on CPUs."""
+    """The mode that FUSEDNORM_VLLM requests, whether for GPUs too, and what else is fusednorm's on CPUs."""
 
     mode: str
     on_gpus: bool
     products: bool
+    attention: bool
 
 
 def requested() -> Request | None:
     """The request of FUSEDNORM_VLLM; None for a value that it may not have."""
     words = {word.strip() for word in (os.environ.get("FUSEDNORM_VLLM", "").strip() or "vllm").split(",")}
-    modes = words - {"gpu", OWN_PRODUCTS} or {"vllm"}
+    own = words & {OWN_PRODUCTS, OWN_ATTENTION}
+    modes = words - {"gpu"} - own or {"vllm"}
     if len(modes) > 1 or not modes <= MODES.keys():
         return None
     mode = modes.pop()
-    if OWN_PRODUCTS in words and mode != HUGGINGFACE:
+    exact = mode == HUGGINGFACE
+    if own and not exact:
         return None
-    return Request(mode, "gpu" in words, mode == HUGGINGFACE and OWN_PRODUCTS not in words)
+    return Request(mode, "gpu" in words, exact and OWN_PRODUCTS not in own, exact and OWN_ATTENTION not in own)
 
 
 def register() -> None:
@@ -53,8 +57,9 @@ def register() -> None:
 
     On CPUs it also registers classes in place of vLLM's layers for gates, gated norms, rotations and Gemma's norm
     (``layers.py``). vLLM's compiler looks for these layers on GPUs, so there they stay. With ``huggingface`` vLLM's
-    unquantized linear layers and its head call ``fusednorm.linear`` (``products.py``), also on CPUs only, unless the
-    variable says ``huggingface,own-products``.
+    unquantized linear layers and its head call ``fusednorm.linear`` (``products.py``), its decoders' attention
+    ``fusednorm.paged_attention`` (``attention.py``), and its sampler ``fusednorm.log_softmax`` (``log_probs.py``), also
+    on CPUs only. ``huggingface,own-products`` leaves products to vLLM, and ``huggingface,own-attention`` attention.
 
     On platforms other than CPUs vLLM prefers neither, unless the variable also says ``gpu``, as in ``vllm,gpu``: the
     kernels for GPUs have not been run on one. This function decides that, through vLLM's order of preference, and not
@@ -68,11 +73,11 @@ def register() -> None:
     if found is None:
         _decline(
             f"FUSEDNORM_VLLM is {setting!r}, it must be one of {', '.join(MODES)}; "
-            "with ',gpu' after the first three it holds for GPUs too, and "
-            f"with 'huggingface,{OWN_PRODUCTS}' vLLM keeps its own products of matrices"
+            "with ',gpu' after the first three it holds for GPUs too, and vLLM keeps its own products of matrices "
+            f"with 'huggingface,{OWN_PRODUCTS}', and its own attention with 'huggingface,{OWN_ATTENTION}'"
         )
         return
-    mode, on_gpus, with_products = found
+    mode = found.mode
     provider = MODES[mode]
     if provider is None:
         _logger.info("fusednorm %s: FUSEDNORM_VLLM=off, vLLM keeps its own RMSNorm", __version__)
@@ -93,7 +98,7 @@ def register() -> None:
         return
     providers.add(vllms)
     on_cpu = platform.device_type == "cpu"
-    if not on_cpu and not on_gpus:
+    if not on_cpu and not found.on_gpus:
         _logger.info(
             "fusednorm %s: vLLM keeps its own RMSNorm on %s, because fusednorm's kernels have not been run on a GPU "
             "yet; FUSEDNORM_VLLM=%s,gpu has vLLM prefer fusednorm there too",
@@ -102,13 +107,25 @@ def register() -> None:
             mode,
         )
         return
-    with_products = with_products and on_cpu
+    with_products = found.products and on_cpu
     providers.prefer(mode, platform, f"{mode}, {'' if with_products else 'own '}products")
     _logger.info("fusednorm %s: vLLM prefers its provider %s (FUSEDNORM_VLLM=%s)", __version__, provider, setting)
     if on_cpu:
-        layers.replace_in_workers(mode, platform, with_products)
-    if mode == HUGGINGFACE and not with_products:
-        _logger.info("fusednorm %s: vLLM keeps its own products of matrices", __version__)
+        layers.replace_in_workers(platform, partial(_replace, found))
+    for kept, what in ((not with_products, "products of matrices"), (not (found.attention and on_cpu), "attention")):
+        if mode == HUGGINGFACE and kept:
+            _logger.info("fusednorm %s: vLLM keeps its own %s", __version__, what)
+
+
+def _replace(found: Request) -> None:
+    """What else there is on CPUs, in a process that makes a model."""
+    layers.replace(found.mode, found.products)
+    if found.products:
+        products.replace()
+    if found.attention:
+        attention.replace()
+    if found.mode == HUGGINGFACE:
+        log_probs.replace()
 
 
 def _decline(reason: str) -> None:

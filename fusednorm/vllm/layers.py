@@ -22,7 +22,7 @@ from torch import Tensor
 from fusednorm.engine.choose import use_backend
 from fusednorm.operations import functions, gate, layer_norm, norm, norm_gated, rotate
 from fusednorm.version import __version__
-from fusednorm.vllm import products, tables
+from fusednorm.vllm import tables
 from fusednorm.vllm.providers import AS_VLLM, ROUNDINGS
 from fusednorm.vllm.roundings import VLLM, Roundings, of, of_model
 
@@ -385,23 +385,13 @@ def _vllms_rotation(*arguments: Any) -> Tensor:
     return rotated
 
 
-def replace_in_workers(contract: str, platform: Any, with_products: bool) -> None:
-    """Has vLLM's layers replaced in the processes that make a model, and there only; its products too on request.
+def replace_in_workers(platform: Any, replace: Callable[[], None]) -> None:
+    """Has ``replace`` called once in each of the processes that make a model, and there only.
 
     Each imports the platform's kernels before. vLLM's other processes load none of its layers, so the plug-in does not
     either: they take a second.
     """
-    platforms_own = platform.import_ir_kernels
-
-    @cache
-    def once() -> None:
-        replaced, left = replace(contract, with_products)
-        names = ", ".join(replaced) or "none"
-        _logger.info("fusednorm %s: computes these layers of vLLM where a model has them: %s", __version__, names)
-        for reason in left:
-            _logger.warning("fusednorm %s leaves a layer of vLLM as it was: %s", __version__, reason)
-        if with_products:
-            products.replace()
+    platforms_own, once = platform.import_ir_kernels, cache(replace)
 
     def import_ir_kernels(cls: Any) -> None:
         platforms_own()
@@ -410,12 +400,22 @@ def replace_in_workers(contract: str, platform: Any, with_products: bool) -> Non
     platform.import_ir_kernels = classmethod(import_ir_kernels)
 
 
-def replace(contract: str, exact: bool) -> tuple[list[str], list[str]]:
-    """Registers a class for each of vLLM's layers that is as known.
+def replace(contract: str, exact: bool) -> None:
+    """Registers classes in place of vLLM's layers, and logs which.
 
     Args:
         contract: whose roundings the layers have.
         exact: whether tables of rotations have the same bits on every processor, as products have.
+    """
+    replaced, left = _replaced(contract, exact)
+    names = ", ".join(replaced) or "none"
+    _logger.info("fusednorm %s: computes these layers of vLLM where a model has them: %s", __version__, names)
+    for reason in left:
+        _logger.warning("fusednorm %s leaves a layer of vLLM as it was: %s", __version__, reason)
+
+
+def _replaced(contract: str, exact: bool) -> tuple[list[str], list[str]]:
+    """Registers a class for each of vLLM's layers that is as known.
 
     Returns:
         The names of the classes that are replaced, and for each of the others the reason.

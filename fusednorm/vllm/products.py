@@ -78,10 +78,10 @@ def replace() -> None:
     if unexpected:
         _logger.warning("fusednorm %s leaves vLLM's products as they were: %s", __version__, unexpected)
         return
-    say = cache(_say)
+    say_once = cache(say)
     for name, module in _METHODS.items():
         method = getattr(importlib.import_module(module), name)
-        method.process_weights_after_loading = _processing(method.process_weights_after_loading, say)
+        method.process_weights_after_loading = _processing(method.process_weights_after_loading, say_once)
     _logger.info(
         "fusednorm %s: unquantized linear layers and the head take fusednorm.linear, and their weights are not packed; "
         "FUSEDNORM_VLLM=huggingface,own-products has vLLM keep its own products",
@@ -123,7 +123,8 @@ def _takes(layer: Any, say: Callable[[str], None]) -> bool:
     return weight.dim() == 2 and weight.dtype in _FLOATS and weight.device.type == "cpu"
 
 
-def _say(words: str) -> None:
+def say(words: str) -> None:
+    """Logs what holds of a model."""
     _logger.info("fusednorm %s: %s", __version__, words)
 
 

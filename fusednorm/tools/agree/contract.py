@@ -14,6 +14,7 @@ from torch import dtype
 from fusednorm.calls.call import accumulator
 from fusednorm.calls.quantization import Quantization
 from fusednorm.operations.listed import every
+from fusednorm.transformers.attention_function import attention_steps
 from fusednorm.version import SPEC_VERSION
 
 #: Names that torch's wrappers put between those of the modules.
@@ -29,8 +30,8 @@ class Step:
         operation: the function of fusednorm; of attention and of layers that ``patch`` replaced, whose norms are
             modules of their own, a plain operation of the specification: ``rotate``, ``scale`` or ``add``.
         flags: its arguments that decide the bits: ``eps``, and those that are not the default and change a bit. A
-            rotation has ``to_halves`` where pairs that lie side by side come out as halves, and a factor that only a
-            call knows is the text of the model's source.
+            rotation has ``to_halves`` where pairs that lie side by side come out as halves, attention has ``sinks``
+            where heads have one more score each, and what only a call knows is the text of the model's source.
         dtype: of the rows.
     """
 
@@ -112,7 +113,8 @@ def _steps(model: torch.nn.Module, given: dtype | None) -> Iterator[Step]:
         weight = getattr(module, "weight", None)
         of_rows = given or (of_model if weight is None else weight.dtype)
         length = None if weight is None else weight.numel()
-        for operation, flags in module._fusednorm_steps(of_rows):
+        own = module._fusednorm_steps(of_rows) if hasattr(type(module), "_fusednorm_steps") else []
+        for operation, flags in (*own, *attention_steps(module)):
             yield Step(name, operation, _that_matter(operation, flags, of_rows, length), of_rows)
 
 
@@ -125,7 +127,8 @@ def with_steps(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     seen: set[torch.nn.Module] = set()
     for path, module in model.named_modules(remove_duplicate=False):
         within = getattr(type(module), "_fusednorm_within", False)
-        if hasattr(type(module), "_fusednorm_steps") and (within or module not in seen):
+        has_steps = hasattr(type(module), "_fusednorm_steps") or attention_steps(module)
+        if has_steps and (within or module not in seen):
             seen.add(module)
             place = ".".join(part for part in path.split(".")[: -1 if within else None] if part not in _WRAPPERS)
             named = getattr(type(module), "_fusednorm_names", None)
@@ -154,7 +157,8 @@ def _that_matter(operation: str, flags: dict[str, Any], of_rows: dtype, length: 
         eps = torch.finfo(accumulator(of_rows)).eps if flags["eps"] is None else flags["eps"]
         flags = {"eps": eps, **{name: value for name, value in sorted(flags.items()) if name != "eps"}}
     listed = every().get(operation)
-    known = {"to_halves": False} | ({} if listed is None else listed.defaults)  # no function has to_halves
+    known = {"to_halves": False, "sinks": False}  # which no function has as flags
+    known |= {} if listed is None else listed.defaults
     without_effect |= {name for name in flags.keys() & known.keys() - {"eps"} if flags[name] == known[name]}
     return {name: value for name, value in flags.items() if name not in without_effect}
 

@@ -221,7 +221,8 @@ def _beside_the_engine(arguments: argparse.Namespace, console: Console) -> int:
     dtype = next(trainer.parameters()).dtype
     with contextlib.redirect_stdout(sys.stderr):  # to which vLLM logs: the output is the comparison's alone
         calls, of_engine = engine.answered(arguments.a, inputs["input_ids"][0].tolist(), dtype)
-    transformers.patch(trainer, products=any(step.operation == "linear" for step in of_engine.steps))
+    computed = {step.operation for step in of_engine.steps}
+    transformers.patch(trainer, products="linear" in computed, attention="attention" in computed)
     of_trainer = contract(trainer)
     for side, digest in (("trainer", of_trainer.digest), ("engine", of_engine.digest)):
         console.print(f"{side}: sha256 {digest}", markup=False, soft_wrap=True)

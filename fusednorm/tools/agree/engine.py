@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusednorm.operations.attention import attention
 from fusednorm.operations.modules import Linear
 from fusednorm.tools.agree.bits import count_differing
 from fusednorm.tools.agree.contract import Contract, contract, with_steps
@@ -23,8 +24,10 @@ from fusednorm.tools.agree.share import Share
 from fusednorm.tools.cli import UnusableError
 from fusednorm.transformers.activations import PatchedActivations, PatchedRelu2
 from fusednorm.transformers.attention import PatchedAttention, PatchedTables
+from fusednorm.transformers.attention_function import attention_steps
 from fusednorm.transformers.modules import PatchedNorm
 from fusednorm.transformers.products import PatchedProduct
+from fusednorm.vllm.attention import Attention, of_sequences
 from fusednorm.vllm.products import Product
 
 #: Tokens that the engine computes after the prompt, one in a batch.
@@ -86,11 +89,16 @@ def _listen(model: torch.nn.Module, calls: list[Call]) -> list[Any]:
 
 def _hooks(module: torch.nn.Module, names: list[str], calls: list[Call]) -> Iterator[Any]:
     given: list[tuple[Any, ...]] = []
-    product = isinstance(module, Product)  # its other arguments are weights, which the trainer has
+    product = isinstance(module, Product)
     numbers = iter(range(2**62))  # a module that several layers share is called by one after the other
 
     def before(_: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
-        given.append(copy.deepcopy(arguments[:1] if product else arguments))
+        match module:
+            case Product():
+                arguments = arguments[:1]  # the others are weights, which the trainer has
+            case Attention():  # and its pages a whole cache
+                arguments = ([*of_sequences(*arguments[:6])],)
+        given.append(copy.deepcopy(arguments))
 
     def after(_: torch.nn.Module, arguments: Any, results: Any) -> None:
         several = results if isinstance(results, tuple) else (results,)
@@ -146,6 +154,11 @@ def _again(trainer: torch.nn.Module, module: Any, call: Call) -> list[Tensor] | 
             return [module(x, gate)]
         case PatchedNorm(), x, residual:
             return list(module.after_addition(x, residual))
+        case _, [*sequences] if steps := attention_steps(module):
+            flags = dict(steps[0][1])
+            sinks = module.sinks if flags.pop("sinks") else None
+            several = [attention(*operands, sinks=sinks, **flags)[0] for operands in sequences]
+            return [torch.cat(several, 1).transpose(0, 1)]
         case PatchedRelu2(), z:
             return [module(z)]
         case PatchedActivations(), both:
