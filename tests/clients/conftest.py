@@ -21,6 +21,9 @@ def vllms(monkeypatch):
     from vllm.model_executor import custom_op
     from vllm.model_executor.layers import linear, vocab_parallel_embedding
     from vllm.platforms import current_platform
+    from vllm.v1.attention.backends import registry
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+    from vllm.v1.sample.sampler import Sampler
 
     monkeypatch.delenv("FUSEDNORM_VLLM", raising=False)
     monkeypatch.setattr(custom_op, "op_registry_oot", {})
@@ -30,6 +33,10 @@ def vllms(monkeypatch):
         monkeypatch.setattr(platform, name, getattr(platform, name))
     for method in (linear.UnquantizedLinearMethod, vocab_parallel_embedding.UnquantizedEmbeddingMethod):
         monkeypatch.setattr(method, "process_weights_after_loading", method.process_weights_after_loading)
+    monkeypatch.setattr(registry, "_ATTN_OVERRIDES", {})
+    monkeypatch.setattr(Sampler, "compute_logprobs", staticmethod(Sampler.compute_logprobs))
+    for name in ("forward_native", "forward_cpu"):
+        monkeypatch.setattr(TopKTopPSampler, name, getattr(TopKTopPSampler, name))
     for op in (ops.rms_norm, ops.fused_add_rms_norm):
         assert "fusednorm" not in op.impls
         monkeypatch.setattr(op, "impls", dict(op.impls))
