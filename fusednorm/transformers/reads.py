@@ -11,6 +11,7 @@ import logging
 import warnings
 from collections.abc import Callable
 from enum import Enum
+from functools import partial
 from types import EllipsisType, MethodType, ModuleType
 from typing import Any
 
@@ -89,6 +90,9 @@ class Reads:
                 continue
             if type(value) is Reads:
                 if not value.hold(found):
+                    return False
+            elif isinstance(value, partial) and isinstance(found, partial):  # which a compiler never takes for the same
+                if (found.func, found.args, found.keywords) != (value.func, value.args, value.keywords):
                     return False
             elif type(found) is not type(value) or not isinstance(value, _COMPARED) or found != value:
                 return False

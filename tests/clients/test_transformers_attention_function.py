@@ -86,6 +86,33 @@ def test_equal_bits(kind):
     assert torch.equal(found, torch.cat((whole, whole[:6])))
 
 
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "GptOss"])  # whose experts depend on numbers
+@torch.no_grad()
+def test_compiled_and_exported(kind):
+    model = model_of(kind).bfloat16()
+    fusednorm.transformers.patch(model, attention=True, products=True)
+    expected = model(IDS, attention_mask=MASK, position_ids=POSITIONS, use_cache=False).logits
+    given = {"input_ids": IDS, "attention_mask": MASK, "position_ids": POSITIONS, "use_cache": False}
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    exported = torch.export.export(model, (), given, strict=False).module()
+    for run in (compiled, exported):
+        assert torch.equal(run(**given).logits[MASK.bool()], expected[MASK.bool()])
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_beams(kind):
+    """Of a padded batch, which take each other's keys, have the tokens and scores of each prompt alone."""
+    model = model_of(kind).bfloat16()
+    fusednorm.transformers.patch(model, attention=True, products=True)
+    how = {"num_beams": 3, "max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None}
+    how |= {"do_sample": False, "return_dict_in_generate": True, "output_scores": True}
+    both = model.generate(IDS, attention_mask=MASK, **how)
+    for row, first in enumerate((5, 0)):
+        alone = model.generate(IDS[row : row + 1, first:], attention_mask=MASK[row : row + 1, first:], **how)
+        assert torch.equal(both.sequences[row, first:], alone.sequences[0])
+        assert torch.equal(both.sequences_scores[row], alone.sequences_scores[0])
+
+
 @pytest.mark.parametrize("kind", MODELS)
 @torch.no_grad()
 def test_beside_eager_attention(kind):

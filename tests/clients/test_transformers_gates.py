@@ -207,6 +207,16 @@ def test_products(monkeypatch):
     assert type(module) is Ways
 
 
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_pytorch_tanh"])
+def test_compiled_products(name):
+    """They have fusednorm's bits too: a compiler never takes two functions of `functools.partial` for the same."""
+    gate, up = torch.randn(2, 6, 400, generator=torch.Generator().manual_seed(0))
+    module = Ways(ACT2FN[name])
+    fusednorm.transformers.patch(module)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    assert all(map(torch.equal, compiled(gate, up), module(gate, up)))
+
+
 def test_other_activations_are_left_alone():
     module = torch.nn.Sequential(Ways(torch.nn.ReLU()))
     report = fusednorm.transformers.patch(module)
