@@ -13,6 +13,9 @@ transformers = pytest.importorskip("transformers")
 #: less than 1e-4. A key too many changes logits by more than 0.1.
 CLOSE = 1e-4
 
+# Versions from 5.24 on have other names for the arguments and methods that older ones know.
+pytestmark = pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed in (v|version ):FutureWarning")
+
 MODELS = {
     "Qwen3": {},
     "Gemma2": {"sliding_window": 4, "attn_logit_softcapping": 5.0},
