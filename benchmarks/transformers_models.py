@@ -5,7 +5,8 @@ hidden states and 64 greedy tokens with and without the patch, and one training 
 process. ``--profile`` says where the time of one token goes, and how long it would take if the patch took none.
 ``--encoders`` takes models with LayerNorms, and also leaves out what takes most of their time. ``--training`` measures
 the memory and the time of a step of training, and needs peft. ``--sizes`` takes models with the configurations of
-published ones and measures times alone; with ``--products`` the patch takes products too.
+published ones and measures times alone; with ``--products`` the patch takes products too. ``--contexts`` measures one
+token after many, by torch's attention and products and by fusednorm's.
 
     python -P benchmarks/transformers_models.py
     python -P benchmarks/transformers_models.py --profile
@@ -13,6 +14,7 @@ published ones and measures times alone; with ``--products`` the patch takes pro
     python -P benchmarks/transformers_models.py --training
     python -P benchmarks/transformers_models.py --sizes
     python -P benchmarks/transformers_models.py --sizes --products
+    python -P benchmarks/transformers_models.py --contexts 64 1024 4096
 """
 
 from __future__ import annotations
@@ -462,6 +464,46 @@ def sizes(rounds: int, products: bool) -> None:
         print(f"| {name} | {parameters / 1e9:.2f}e9 | {equal:.1%} | {' | '.join(cells)} |", flush=True)
 
 
+def contexts(keys: list[int], rounds: int) -> None:
+    """Prints a line for each number of keys in the cache: one token of Qwen3 0.6B by each kind of patch."""
+    kinds = {
+        "transformers": None,
+        "patched": {},
+        "attention": {"attention": True},
+        "products": {"products": True},
+        "attention and products": {"attention": True, "products": True},
+    }
+    model = build(*PUBLISHED["Qwen3 0.6B"], torch.bfloat16)
+    print(f"| Keys | {' | '.join(f'{name}, ms' for name in kinds)} |\n|{'---|' * (len(kinds) + 1)}")
+    for count in keys:
+        took: dict[str, list[float]] = {name: [] for name in kinds}
+        for _ in range(rounds):
+            for name, options in kinds.items():
+                fusednorm.transformers.unpatch(model)
+                if options is not None:
+                    fusednorm.transformers.patch(model, **options)
+                took[name].append(token_after(model, count))
+        of_kind = {name: statistics.median(one) for name, one in took.items()}
+        cells = (f"{one:.0f} ({of_kind['transformers'] / one:.2f}x)" for one in of_kind.values())
+        print(f"| {count} | {' | '.join(cells)} |", flush=True)
+
+
+@torch.no_grad()
+def token_after(model: Any, count: int, calls: int = 5) -> float:
+    """Milliseconds of the processor for one token after so many, the best of a few calls."""
+    cache, took = transformers.DynamicCache(config=model.config), []
+    for layer in range(model.config.num_hidden_layers):
+        cache.update(
+            *torch.randn(2, 1, model.config.num_key_value_heads, count, model.config.head_dim).bfloat16(), layer
+        )
+    for _ in range(calls + 1):
+        begin = time.process_time()
+        model(tokens(1, 1), past_key_values=cache, use_cache=True)
+        took.append((time.process_time() - begin) * 1e3)
+        cache.crop(-1)
+    return min(took[1:])
+
+
 def main() -> None:
     """See the head of this file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -473,12 +515,16 @@ def main() -> None:
     parser.add_argument("--sizes", action="store_true")
     parser.add_argument("--products", action="store_true")
     parser.add_argument("--training", action="store_true")
+    parser.add_argument("--contexts", nargs="+", type=int, metavar="KEYS")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     if arguments.sizes:
         sizes(arguments.rounds, arguments.products)
+        return
+    if arguments.contexts:
+        contexts(arguments.contexts, arguments.rounds)
         return
     if arguments.training:
         print("| Trained | Kept for the backward pass | Most at once | Step, ms |\n" + "|---" * 4 + "|")

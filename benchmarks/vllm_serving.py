@@ -2,10 +2,11 @@
 
     python -P benchmarks/vllm_serving.py [--rounds 5] [--threads 1]
     python -P benchmarks/vllm_serving.py --streams 8    # two servers, and so many HTTP requests at a time
+    python -P benchmarks/vllm_serving.py --settings huggingface,own-attention huggingface
     python -P benchmarks/vllm_serving.py --dry-run      # a tiny model: shows that it runs, measures nothing
 
 Two engines, each in a process of its own, answer the same requests in turns: one with ``FUSEDNORM_VLLM=off``, the other
-with ``vllm``. First, which is not timed, their greedy tokens are compared; if any differs, nothing is printed but that.
+with ``vllm``, or two others with ``--settings``. First, which is not timed, their greedy tokens are compared; if any differs, nothing is printed but that.
 With ``--streams`` they are servers with their own processes, and each request is a stream of tokens over HTTP.
 """
 
@@ -290,7 +291,12 @@ class Server:
 
 
 def compare(
-    arguments: list[Any], requests: int, rounds: int, threads: int, streams: int | None = None
+    arguments: list[Any],
+    requests: int,
+    rounds: int,
+    threads: int,
+    streams: int | None = None,
+    settings: tuple[str, str] = ("off", "vllm"),
 ) -> dict[str, Any] | str:
     """The rounds' requests per second and ratios, by the clock and by processor time; or what is wrong.
 
@@ -298,12 +304,13 @@ def compare(
     """
     engines: dict[str, Engine | Server] = {
         mode: Server(mode, threads, arguments, streams) if streams else Engine(mode, threads, arguments)
-        for mode in ("off", "vllm")
+        for mode in settings
     }
+    off, on = settings
     try:
         first = {mode: engine.answer()["tokens"] for mode, engine in engines.items()}
-        if first["off"] != first["vllm"]:
-            different = sum(a != b for a, b in zip(first["off"], first["vllm"], strict=True))
+        if first[off] != first[on]:
+            different = sum(a != b for a, b in zip(first[off], first[on], strict=True))
             return f"tokens differ in {different} of {requests} requests"
         answers: dict[str, list[dict[str, Any]]] = {mode: [] for mode in engines}
         for index in range(rounds):
@@ -315,7 +322,7 @@ def compare(
     found: dict[str, Any] = {}
     for seconds, name in (("seconds", "by_time"), ("of_processor", "by_processor_time")):
         per_second = {mode: [requests / answer[seconds] for answer in each] for mode, each in answers.items()}
-        ratios = [on / off for on, off in zip(per_second["vllm"], per_second["off"], strict=True)]
+        ratios = [b / a for a, b in zip(per_second[off], per_second[on], strict=True)]
         found[name] = {"requests_per_second": per_second, "ratios": ratios}
     return found
 
@@ -330,6 +337,9 @@ def main() -> None:
     parser.add_argument("--streams", type=int, help="serve over HTTP, so many requests at a time")
     parser.add_argument("--dry-run", action="store_true", help="a tiny model and one round")
     parser.add_argument("--only", nargs="*", help="measure these models alone, such as Llama or 'Llama W8A8'")
+    parser.add_argument(
+        "--settings", nargs=2, default=("off", "vllm"), help="values of FUSEDNORM_VLLM, without and with"
+    )
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
@@ -344,12 +354,12 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             save_model(folder, architecture, sizes, bool(int8))
             arguments = [folder, dtype, eager, sizes, options.requests, options.tokens]
-            found = compare(arguments, options.requests, rounds, options.threads, options.streams)
+            found = compare(arguments, options.requests, rounds, options.threads, options.streams, options.settings)
         way = "eager" if eager else "compiled"
         if isinstance(found, str):
             sys.exit(f"{model}, {dtype}, {way}: {found}")
         for name, of in (("by_time", "clock"), ("by_processor_time", "processor time")):
-            off, on = (statistics.median(found[name]["requests_per_second"][mode]) for mode in ("off", "vllm"))
+            off, on = (statistics.median(found[name]["requests_per_second"][mode]) for mode in options.settings)
             ratios = found[name]["ratios"]
             print(
                 f"| {model} | {dtype} | {way} | {of} | {off:.2f} | {on:.2f} | {statistics.median(ratios):.3f} "

@@ -209,13 +209,25 @@ def run(name, folder, threads):
         return json.loads(out.read_text())[name]
 
 
+def together(ways):
+    """The findings of several ways as one."""
+    tokens = sum(one["tokens"] for one in ways)
+    return {
+        "tokens": tokens,
+        "equal": sum(one["equal"] for one in ways),
+        "mean": sum(one["mean"] * one["tokens"] for one in ways) / tokens,
+    }
+
+
 def show(results):
-    """Prints a table: log-probabilities that are equal, and how far the others are apart."""
+    """Prints a table: log-probabilities that are equal, and how far all are apart on average."""
+    for found in results.values():
+        found["ways"]["together"] = together(found["ways"].values())
     first = next(iter(results.values()))
     ways = [f"{way} ({found['tokens']})" for way, found in first["ways"].items()]
     table = [["vLLM; the trainer (tokens)", *ways, "digests"], ["---"] * (len(ways) + 2)]
     for name, found in results.items():
-        cells = [f"{one['equal'] / one['tokens']:.1%}, {one['mean']:.0e}" for one in found["ways"].values()]
+        cells = [f"{one['equal'] / one['tokens']:.1%}, {one['mean']:.1e}" for one in found["ways"].values()]
         digests = "equal" if len(set(found["digests"])) == 1 else "differ"
         table.append([name, *cells, digests if KINDS[name].patch else ""])
     for line in table:

@@ -174,77 +174,27 @@ def speed() -> str:
 
 
 def promise() -> str:
-    """README's bars: how many elements differ between a server's rotations and a trainer's."""
-    left, unit = 14, 13.0
-    found = lines("rl.md", "")
-    shares = found["rotations: elements that differ"]
-    others = {step: found[f"{step}: elements that differ"][1].split(".")[0] for step in ("norms", "gates")}
+    """README's bars: how many tokens have a log-probability with the same bits in an engine and in a trainer."""
+    left, unit = 14, 2.6
+    found = lines("rl.md", "Equal log-probabilities")
+    shown = {"without fusednorm": GREY, "all but attention": GREY, "all": RED}
     parts = [
-        text(left, 26, "The same rows, the same bits?", size=16, bold=True),
-        text(left, 45, f"An inference server rotated {shares[0].split()[2]} rows of heads.", colour="#57606a"),
-        text(left, 62, "The trainer rotated them again, in bfloat16.", colour="#57606a"),
-        text(
-            left,
-            79,
-            f"No step differs more: of norms {others['norms']}% do, of gates {others['gates']}%.",
-            colour="#57606a",
-        ),
-        text(left, 106, "Elements that differ, with fusednorm on both sides:"),
+        text(left, 26, "The same log-probability, bit for bit?", size=16, bold=True),
+        text(left, 45, f"{found['Equal log-probabilities'][0]} on a CPU: vLLM samples, and", colour="#57606a"),
+        text(left, 62, "a trainer computes its tokens again, in batches.", colour="#57606a"),
+        text(left, 92, "Tokens that are equal, by what is fusednorm's:"),
     ]
-    at = 134.0
-    for name, share, colour in zip(found[""], shares, (RED, GREY), strict=True):
-        percent = float(share.split("%")[0])
-        parts.append(text(left, at, name))
-        parts += [bar(left, at + 8, max(percent * unit, 2), 34, colour)]
-        parts += [text(left + percent * unit + 10, at + 33, f"{percent:.0f}%", size=22, bold=True, colour=colour)]
-        at += 88
-    return svg(HEIGHT, "Bars: the share of elements that differ, 0% with one contract on both sides", *parts)
-
-
-def rl_promise() -> str:
-    """What differs in each norm, and in each step of training."""
-    panels = (
-        (
-            "The server's rows through the trainer's norms",
-            "elements that differ in norm",
-            "elements that differ, %, by norm",
-        ),
-        (
-            "Log-probabilities of the sampled tokens",
-            "mean difference in step",
-            "mean difference, in thousandths, by step",
-        ),
+    at = 120.0
+    for name, colour in shown.items():
+        percent = float(found[name][0].split("%")[0])
+        words = {"all": "all", "without fusednorm": "nothing"}.get(name, name)
+        parts.append(text(left, at, words))
+        parts += [bar(left, at + 8, max(percent * unit, 2), 26, colour)]
+        parts += [text(left + percent * unit + 10, at + 29, f"{percent:.0f}%", size=22, bold=True, colour=colour)]
+        at += 66
+    return svg(
+        HEIGHT, "Bars: tokens with equal log-probabilities, 100% with fusednorm on both sides", *parts
     )
-    with (DOCS / "images" / "rl_promise.csv").open() as file:
-        measured = list(csv.DictReader(file))
-    parts = []
-    top, height = 92.0, 150.0
-    for (title, first, words), most, each in zip(panels, (15, 15), (5, 5), strict=True):
-        series = [row for row in measured if row["figure"] == first]
-        numbers = [int(number) for number, cell in series[0].items() if number.isdigit() and cell]
-        across = {number: 52 + (WIDTH - 80) * at / (len(numbers) - 1) for at, number in enumerate(numbers)}
-        parts += [text(14, top - 66, title, size=14, bold=True), text(14, top - 48, words, colour="#57606a")]
-        for value in range(0, most + 1, each):
-            y = top + height * (1 - value / most)
-            parts += [
-                f'<path d="M46 {y:.1f}H{WIDTH - 14}" stroke="#d0d7de"/>',
-                text(40, y + 4, str(value), size=12, anchor="end"),
-            ]
-        parts += [text(x, top + height + 18, str(number), size=12, anchor="middle") for number, x in across.items()]
-        for at, (row, colour) in enumerate(zip(series, (RED, GREY), strict=True)):
-            cells = [row[str(number)] for number in numbers]
-            values = [float(cell.rstrip("%")) * (1 if "%" in cell else 1000) for cell in cells]
-            line = "L".join(
-                f"{x:.1f} {top + height * (1 - v / most):.1f}" for x, v in zip(across.values(), values, strict=True)
-            )
-            parts.append(f'<path d="M{line}" fill="none" stroke="{colour}" stroke-width="3"/>')
-            x = (14, 200)[at]
-            parts += [
-                f'<path d="M{x} {top - 28}h18" stroke="{colour}" stroke-width="3"/>',
-                text(x + 24, top - 24, row["side"], size=12),
-            ]
-        top += height + 130
-    return svg(top - 100, "Lines: elements that differ in each norm, and differences of log-probabilities", *parts)
 
 
 def _log_axis(low: float, high: float, begin: float, end: float) -> Callable[[float], float]:
@@ -354,7 +304,6 @@ def compare() -> str:
 PICTURES = {
     "speed.svg": speed,
     "promise.svg": promise,
-    "rl_promise.svg": rl_promise,
     "performance.svg": performance,
     "compare.svg": compare,
 }

@@ -323,7 +323,9 @@ def patch_attention(model: torch.nn.Module) -> Iterator[Outcome]:
 
 
 def unpatch_attention(model: torch.nn.Module) -> None:
-    """Gives modules the attention back that they had before."""
+    """Gives modules the attention back that they had before, but where the user has chosen another one since."""
     for module in model.modules():
         if is_patched(module):
-            cast(Any, module.config)._attn_implementation = module.__dict__.pop(_BEFORE)
+            before, config = module.__dict__.pop(_BEFORE), cast(Any, module.config)
+            if config._attn_implementation == NAME:
+                config._attn_implementation = before
