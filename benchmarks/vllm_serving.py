@@ -6,8 +6,9 @@
     python -P benchmarks/vllm_serving.py --dry-run      # a tiny model: shows that it runs, measures nothing
 
 Two engines, each in a process of its own, answer the same requests in turns: one with ``FUSEDNORM_VLLM=off``, the other
-with ``vllm``, or with the two values of ``--settings``. First, which is not timed, their greedy tokens are compared; if any
-differs, nothing is printed but that. With ``--streams`` they are servers with their own processes, and each request is a stream of tokens over HTTP.
+with ``vllm``, or with the two values of ``--settings``. First, which is not timed, their greedy tokens are compared; if
+any differs, nothing is printed but that. With ``--streams`` they are servers with their own processes, and each request
+is a stream of tokens over HTTP.
 """
 
 from __future__ import annotations
