@@ -370,6 +370,45 @@ def products(given):
     given.output("out", (*shape[:-1], columns), given.some_dtype() if given.chance(0.1) else given.dtype)
 
 
+def attention(given):
+    """Of a batch, or of sequences whose keys lie in pages."""
+    random, paged = given.random, given.name.startswith("paged")
+    size, size_of_values = (random.choice((1, 5, 16, 24, 64, 128, random.randint(1, 300))) for _ in range(2))
+    kv_heads, group = random.choice((1, 1, 2, 3)), random.choice((1, 1, 2, 3, 4))
+    room = max(1, ROOM // 10 // max(size, size_of_values) // kv_heads)
+    keys = random.randint(0 if given.chance(0.05) else 1, min(room, random.choice((5, 40, 300))))
+    queries = random.randint(
+        0 if given.chance(0.05) else 1, min(max(1, room // group), random.choice((1, 1, 3, 20, 90)))
+    )
+    heads = kv_heads * group
+    count = 0 if given.chance(0.01) else random.randint(1, max(1, min(3, room // max(keys, queries * group, 1))))
+    q = (queries, heads, size) if paged else (count, heads, queries, size)
+    given.operand("q", q, given.dtype)
+    for name, length in (("k", size), ("v", size_of_values)):
+        given.operand(name, (count, kv_heads, keys, length), given.dtype if given.chance(0.98) else None)
+    if given.chance(0.3):
+        given.operand("sinks", (heads,))
+    if paged:
+        pages_of_each = random.randint(1, 4)
+        sequences = 0 if given.chance(0.03) else random.randint(1, 4)
+        starts = sorted(random.randint(0, queries) for _ in range(sequences + 1))
+        lengths = [random.randint(0, pages_of_each * keys + given.chance(0.02)) for _ in range(sequences)]
+        pages = [[random.randrange(max(1, count)) for _ in range(pages_of_each)] for _ in range(sequences)]
+        for name, numbers in (("pages", pages), ("starts", starts), ("lengths", lengths)):
+            whole = torch.tensor(numbers, dtype=random.choice((torch.int32, torch.int64)))
+            given.put(name, whole.reshape(sequences, pages_of_each) if name == "pages" else whole)
+    elif given.chance(0.4):
+        shape = [n if given.chance(0.6) else 1 for n in (count, heads, queries, keys)]
+        given.operand("mask", tuple(shape[random.choice((0, 0, 1, 2)) :]), torch.bool)
+        if (memory := given.layouts["mask"][3]) is not None:
+            memory.bytes.bitwise_and_(1)  # a bool has no other bits
+    given.flag(0.3, "scale", 0.3, -1, 1e30, *([math.nan] * given.chance(0.1)))
+    given.flag(0.4, "causal", False)
+    given.flag(0.3, "window", 1, 3, 40)
+    given.flag(0.3, "softcap", 1.5, 50.0)
+    given.output("out", (*q[:-1], size_of_values), given.dtype)
+
+
 def log_probabilities(given):
     """Of whole rows, or of ids, with steps before the softmax."""
     shape = given.shape()
@@ -513,6 +552,8 @@ OPERATIONS = {
     "fused_add_layer_norm": norm,
     "modulate": modulate,
     "linear": products,
+    "attention": attention,
+    "paged_attention": attention,
     "rms_norm_add_rms_norm": two_norms,
     "rms_norm_add": two_norms,
     "gate": a_gate,
