@@ -67,6 +67,18 @@ def test_blocks_and_tiles(dtype):
             assert not differing(found, expected).any(), (isa, count, shapes, flags)
 
 
+def test_windows_of_several_blocks():
+    """The blocks of each query begin at the first key that it sees."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, heads, rows, 64) for heads, rows in ((4, 40), (2, 700), (2, 700)))
+    for window, causal in ((130, True), (300, True), (200, False)):
+        (expected,) = reference.attention(q, k, v, None, None, causal=causal, window=window)
+        for isa in cpu.variants():
+            with cpu.use_variant(isa):
+                found = fusednorm.attention(q, k, v, causal=causal, window=window)
+            assert not differing(found, expected).any(), (isa, window, causal)
+
+
 def test_pages():
     """In any order, of any size; rows of q that belong to no sequence are zero, and sequences may have no queries."""
     choose = random.Random(0)
