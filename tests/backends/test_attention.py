@@ -72,10 +72,11 @@ def test_windows_of_several_blocks():
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, heads, rows, 64) for heads, rows in ((4, 40), (2, 700), (2, 700)))
     for window, causal in ((130, True), (300, True), (200, False)):
-        (expected,) = reference.attention(q, k, v, None, None, causal=causal, window=window)
+        flags = {"scale": None, "causal": causal, "window": window, "softcap": None}
+        (expected,) = reference.attention(q, k, v, sinks=None, mask=None, **flags)
         for isa in cpu.variants():
             with cpu.use_variant(isa):
-                found = fusednorm.attention(q, k, v, causal=causal, window=window)
+                found = fusednorm.attention(q, k, v, **flags)
             assert not differing(found, expected).any(), (isa, window, causal)
 
 
