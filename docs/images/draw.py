@@ -192,9 +192,7 @@ def promise() -> str:
         parts += [bar(left, at + 8, max(percent * unit, 2), 26, colour)]
         parts += [text(left + percent * unit + 10, at + 29, f"{percent:.0f}%", size=22, bold=True, colour=colour)]
         at += 66
-    return svg(
-        HEIGHT, "Bars: tokens with equal log-probabilities, 100% with fusednorm on both sides", *parts
-    )
+    return svg(HEIGHT, "Bars: tokens with equal log-probabilities, 100% with fusednorm on both sides", *parts)
 
 
 def _log_axis(low: float, high: float, begin: float, end: float) -> Callable[[float], float]:

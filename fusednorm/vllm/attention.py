@@ -79,9 +79,7 @@ def replace() -> None:
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from fusednorm.vllm.attention_backend import Backend
-
-    register_backend(AttentionBackendEnum.CPU_ATTN, f"{Backend.__module__}.{Backend.__qualname__}")
+    register_backend(AttentionBackendEnum.CPU_ATTN, f"{__package__}.attention_backend.Backend")
     _logger.info(
         "fusednorm %s: attention of decoders is fusednorm.paged_attention, and keys are not packed; "
         "FUSEDNORM_VLLM=huggingface,own-attention has vLLM keep its own attention",

@@ -14,7 +14,6 @@ from torch import dtype
 from fusednorm.calls.call import accumulator
 from fusednorm.calls.quantization import Quantization
 from fusednorm.operations.listed import every
-from fusednorm.transformers.attention_function import attention_steps
 from fusednorm.version import SPEC_VERSION
 
 #: Names that torch's wrappers put between those of the modules.
@@ -114,7 +113,7 @@ def _steps(model: torch.nn.Module, given: dtype | None) -> Iterator[Step]:
         of_rows = given or (of_model if weight is None else weight.dtype)
         length = None if weight is None else weight.numel()
         own = module._fusednorm_steps(of_rows) if hasattr(type(module), "_fusednorm_steps") else []
-        for operation, flags in (*own, *attention_steps(module)):
+        for operation, flags in (*own, *_by_name(module)):
             yield Step(name, operation, _that_matter(operation, flags, of_rows, length), of_rows)
 
 
@@ -127,13 +126,22 @@ def with_steps(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     seen: set[torch.nn.Module] = set()
     for path, module in model.named_modules(remove_duplicate=False):
         within = getattr(type(module), "_fusednorm_within", False)
-        has_steps = hasattr(type(module), "_fusednorm_steps") or attention_steps(module)
+        has_steps = hasattr(type(module), "_fusednorm_steps") or _by_name(module)
         if has_steps and (within or module not in seen):
             seen.add(module)
             place = ".".join(part for part in path.split(".")[: -1 if within else None] if part not in _WRAPPERS)
             named = getattr(type(module), "_fusednorm_names", None)
             for name in [place] if named is None else named(module, model, place):
                 yield name, module
+
+
+def _by_name(module: Any) -> list[tuple[str, dict[str, Any]]]:
+    """The steps of a module of transformers whose configuration names fusednorm's attention, and which is not ours."""
+    if getattr(getattr(module, "config", None), "_attn_implementation", None) != "fusednorm":
+        return []
+    from fusednorm.transformers.attention_function import attention_steps
+
+    return attention_steps(module)
 
 
 def _that_matter(operation: str, flags: dict[str, Any], of_rows: dtype, length: int | None) -> dict[str, Any]:
