@@ -288,11 +288,15 @@ def have_gradients(operands):
     return [key for key in tensors(given) if given[key].is_floating_point() and key not in others]
 
 
+#: The functions and operators that have none, but those that quantize or write in place.
+WITHOUT_GRADIENT = {"into", "quantize"}
+WITHOUT_GRADIENT |= {one.__name__ for one, operation in PUBLIC.items() if operation.declaration.gradient is None}
+
 #: The functions that have gradients, and the names of those operands that have some.
 DIFFERENTIATED = {
     name: have_gradients(operands)
     for name, operands in FUNCTIONS.items()
-    if not (name.endswith(("_", "quant")) or name in ("quantize", "paged_attention"))
+    if not (name.endswith(("_", "quant")) or name in WITHOUT_GRADIENT)
 }
 #: All calls with gradients whose flags name no dtype: a function, and its operands.
 CALLS = {name: (function_of(name), without_outputs(FUNCTIONS[name])) for name in DIFFERENTIATED}

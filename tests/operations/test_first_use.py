@@ -120,7 +120,7 @@ def gradients():
         found = torch.autograd.grad(results, leaves, [torch.ones_like(t) for t in results], allow_unused=True)
         return [t for t in found if t is not None]
 
-    names = [name for name in OPERATORS if not name.endswith(("_", "backward")) and name not in ("into", "quantize")]
+    names = [name for name in OPERATORS if not name.endswith(("_", "backward")) and name not in WITHOUT_GRADIENT]
     for name in names:
         first = backward(torch._C._jit_get_operation(f"fusednorm::{name}")[0], name)
         again = backward(getattr(torch.ops.fusednorm, name).default, name)
@@ -269,7 +269,7 @@ if __name__ == "__main__":
     for _name in COSTLY:
         counted(_name)
     sys.path[:0] = [str(HERE), str(HERE / "operations")]
-    from every_operation import OPERATORS, WEIGHT, X, Z, clones, have_gradients
+    from every_operation import OPERATORS, WEIGHT, WITHOUT_GRADIENT, X, Z, clones, have_gradients
 
     import fusednorm
     from fusednorm.torch_ops.registered import ARGUMENTS, DirectOperator

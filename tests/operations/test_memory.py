@@ -18,6 +18,7 @@ from every_operation import (
     DIFFERENTIATED,
     FUNCTIONS,
     OPERATORS,
+    WITHOUT_GRADIENT,
     Seen,
     called,
     called_with,
@@ -275,7 +276,7 @@ WITH_GRADIENTS = [pytest.param(function_with_gradients, name, id=name) for name 
 WITH_GRADIENTS += [
     pytest.param(operator_with_gradients, name, id=f"ops.{name}")
     for name in OPERATORS
-    if not name.endswith(("_", "backward")) and name not in ("into", "quantize", "paged_attention")
+    if not name.endswith(("_", "backward")) and name not in WITHOUT_GRADIENT
 ]
 
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from every_operation import BF16, F32, OPERATORS, RIGHT, WEIGHT, clones, have_gradients
+from every_operation import BF16, F32, OPERATORS, RIGHT, WEIGHT, WITHOUT_GRADIENT, clones, have_gradients
 
 from fusednorm.quantizations import VLLM_INT8_TOKEN_CPU
 from fusednorm.torch_ops.registered import exported
@@ -115,7 +115,7 @@ def test_torchs_checks(name):
     absent = {a.name: None for a in operator._schema.arguments if str(a.type) == "Optional[Tensor]"}
     if "needs" in whole:
         absent["needs"] = [True] + [False] * (len(whole["needs"]) - 1)
-    recorded = not (operator._schema.is_mutable or "backward" in name or name in ("quantize", "paged_attention"))
+    recorded = not (operator._schema.is_mutable or "backward" in name or name in WITHOUT_GRADIENT)
     for given in (whole, narrow(whole), narrow_results(whole), whole | absent | WITHOUT.get(name, {})):
         for with_gradients in (False, True)[: 1 + recorded]:
             operands = clones(given)
