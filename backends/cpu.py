@@ -151,7 +151,7 @@ def forward(call: AnyCall) -> None:
 
 def _packed(call: AnyCall, threads: int) -> Iterator[bytes]:
     """The call as C takes it, a long one in parts of half a second on one thread: an interrupt is seen between them."""
-    if isinstance(call, Call) and call.name == "linear":
+    if isinstance(call, Call) and call.name in ("linear", "int8_linear"):
         for part in _parts_of_products(call):
             yield c_abi.pack_declared(part, threads)
     elif isinstance(call, Call) and call.name in ("attention", "paged_attention"):
@@ -165,19 +165,20 @@ def _packed(call: AnyCall, threads: int) -> Iterator[bytes]:
         yield c_abi.PACKED[type(call)](call, threads)
 
 
+_OF_COLUMNS = ("weight", "weight_scale", "bias")
+
+
 def _parts_of_products(call: Call) -> Iterator[Call]:
     """Calls of columns of the products."""
-    x, weight, bias, out = (call.tensors[name] for name in ("x", "weight", "bias", "out"))
-    assert weight is not None
-    assert out is not None
+    weight, out = call.weight, call.out
     columns = max(96, _lib.FN_PRODUCT_OF_A_CALL // (call.rows * call.hidden_size))
     if columns >= weight.shape[0]:  # nearly always
         yield call
         return
     for first in range(0, weight.shape[0], columns):
         of = slice(first, first + columns)
-        tensors = {"x": x, "weight": weight[of], "bias": None if bias is None else bias[of], "out": out[..., of]}
-        yield call._replace(tensors=tensors)
+        tensors = {name: t[of] if name in _OF_COLUMNS and t is not None else t for name, t in call.tensors.items()}
+        yield call._replace(tensors={**tensors, "out": out[..., of]})
 
 
 backward = forward

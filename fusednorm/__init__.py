@@ -41,6 +41,7 @@ from fusednorm.operations.attention import attention, paged_attention
 from fusednorm.operations.explain import explain
 from fusednorm.operations.functions import gelu, relu2, softcap
 from fusednorm.operations.gate import gate, gate_, gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from fusednorm.operations.int8_linear import int8_linear
 from fusednorm.operations.l2 import l2_norm
 from fusednorm.operations.layer_norm import (
     fused_add_layer_norm,
@@ -116,6 +117,7 @@ __all__ = [
     "gelu",
     "gelu_and_mul",
     "gelu_tanh_and_mul",
+    "int8_linear",
     "l2_norm",
     "layer_norm",
     "layer_norm_",

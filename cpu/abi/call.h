@@ -11,7 +11,7 @@
 #define FN_SEGMENT 1024
 
 static inline int fn_element_size(int64_t kind) {
-    return 0x8482240 >> 4 * kind & 15; /* a digit for each kind, the first one last */
+    return 0x18482240 >> 4 * kind & 15; /* a digit for each kind, the first one last */
 }
 
 /* The operands of a forward pass, as in `Forward` of fusednorm/calls/call.py. */

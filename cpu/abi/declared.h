@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "abi/call.h"
+#include "abi/int8_dots.h"
 
 /*
  * The operands: those of the declaration, the rows first, then its results. In a backward pass operands are followed by results
@@ -38,6 +39,12 @@ enum {
 
 /* Of linear: the weight has `columns` rows. */
 enum { FN_LINEAR_X, FN_LINEAR_WEIGHT, FN_LINEAR_BIAS, FN_LINEAR_OUT };
+
+/* Of int8_linear, whose scales and zero points are one for each row. */
+enum {
+    FN_INT8_LINEAR_Q, FN_INT8_LINEAR_SCALE, FN_INT8_LINEAR_WEIGHT, FN_INT8_LINEAR_WEIGHT_SCALE, FN_INT8_LINEAR_BIAS,
+    FN_INT8_LINEAR_ZERO_POINT, FN_INT8_LINEAR_OUT
+};
 
 /* The flags of each. */
 enum { FN_LOG_PROB_SOFTCAP, FN_LOG_PROB_IGNORE_INDEX };
@@ -179,7 +186,7 @@ static inline int64_t fn_product_depth(const struct fn_declared *job) { /* in pa
 }
 /* The columns of a block, which stay in the second cache: a multiple of each tile's. */
 static inline int64_t fn_product_columns(const struct fn_declared *job) {
-    const int64_t sixes = 8 * 1024 / fn_product_padded(job);
+    const int64_t sixes = (job->operation == FN_INT8_LINEAR ? 32 : 8) * 1024 / fn_product_padded(job);
     return sixes >= FN_PRODUCT_COLUMNS / 6 ? FN_PRODUCT_COLUMNS : sixes > 0 ? 6 * sixes : 6;
 }
 
@@ -197,6 +204,8 @@ static inline int64_t fn_product_blocks(const struct fn_declared *job) {
 /* Rows as float, as many columns as may have to be widened, and 16 sums of each product. */
 static inline int64_t fn_product_bytes(const struct fn_declared *job) {
     const int64_t rows = job->rows < FN_PRODUCT_ROWS ? (job->rows + 3) / 4 * 4 : FN_PRODUCT_ROWS;
+    if (job->operation == FN_INT8_LINEAR) /* rows and one of ones, and sums; those of columns have room for a row */
+        return (rows + 1) * fn_int8_row(2, job->hidden) + 4 * (rows + 1) * FN_PRODUCT_COLUMNS + fn_int8_row(1, job->hidden);
     if (job->wide) return 2 * FN_PRODUCT_DEPTH * (int64_t)sizeof(double);
     return ((rows + fn_product_columns(job)) * fn_product_padded(job) + 16 * rows * FN_PRODUCT_COLUMNS) * (int64_t)sizeof(float);
 }

@@ -2,9 +2,10 @@
 #ifndef FUSEDNORM_ENUMS_H
 #define FUSEDNORM_ENUMS_H
 
-/* How the elements of an operand are stored. NONE: the operand is absent. I32, I64: places of elements, as ids. */
+/* How the elements of an operand are stored. NONE: the operand is absent. I32, I64: places of elements, as ids. BYTE:
+ * int8. */
 enum fn_kind {
-    FN_NONE = 0, FN_F32 = 1, FN_F16 = 2, FN_BF16 = 3, FN_F64 = 4, FN_I32 = 5, FN_I64 = 6
+    FN_NONE = 0, FN_F32 = 1, FN_F16 = 2, FN_BF16 = 3, FN_F64 = 4, FN_I32 = 5, FN_I64 = 6, FN_BYTE = 7
 };
 
 /* The direction of a call. */
@@ -55,7 +56,7 @@ enum fn_gate_order {
  * SUMS: of a row's segments. */
 enum fn_declared_of {
     FN_LOG_SOFTMAX = 0, FN_LOGSUMEXP = 1, FN_SELECTED = 2, FN_SELECTED_AND_ENTROPY = 3, FN_LOGARITHM = 4,
-    FN_SUMS = 5, FN_MODULATE = 6, FN_MODULATE_BACKWARD = 7, FN_LINEAR = 8, FN_ATTENTION = 9
+    FN_SUMS = 5, FN_MODULATE = 6, FN_MODULATE_BACKWARD = 7, FN_LINEAR = 8, FN_ATTENTION = 9, FN_INT8_LINEAR = 10
 };
 
 /* Flags of a rotation, beside ROUND_NORM. */

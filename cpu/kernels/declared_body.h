@@ -13,6 +13,7 @@ typedef void add_terms_of_row(const struct fn_declared *job, int kind, const str
 
 #include "kernels/log_prob_body.h"
 #include "kernels/modulate_body.h"
+#include "kernels/int8_body.h"
 #include "kernels/product_body.h"
 
 void FN_OF(declared_row)(const struct fn_declared *job, int64_t m, const struct fn_row_work *work) {

@@ -313,6 +313,10 @@ static void block_of_doubles(const struct fn_declared *job, int64_t begin, int64
 }
 
 void FN_OF(declared_products)(const struct fn_declared *job, int64_t begin, int64_t end, char *room) {
+    if (job->operation == FN_INT8_LINEAR) {
+        int8_products(job, begin, end, room);
+        return;
+    }
     const int64_t x_kind = job->operand[FN_LINEAR_X].kind, w_kind = job->operand[FN_LINEAR_WEIGHT].kind;
     const int64_t columns = fn_product_columns(job), blocks = (job->columns + columns - 1) / columns;
     const int fused = fn_element_size(x_kind) == 2 && fn_element_size(w_kind) == 2;

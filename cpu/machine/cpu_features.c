@@ -55,6 +55,12 @@ int fn_has_avx512(void) {
     return fn_has_avx2() && (leaf7[EBX] & f_dq_bw_vl) == f_dq_bw_vl && (saved_registers() & zmm_state) == zmm_state;
 }
 
+int fn_has_avx512_vnni(void) {
+    unsigned leaf7[4];
+    cpuid(7, leaf7);
+    return fn_has_avx512() && (leaf7[ECX] & 1u << 11);
+}
+
 int fn_has_avx512_fp16(void) {
     unsigned leaf7[4];
     cpuid(7, leaf7);
@@ -81,6 +87,8 @@ int fn_has_zen4(void) { return (amd_family() == 0x19 || fn_is_zen5()) && fn_has_
 /* Linux defines these numbers; older C libraries have no names for them. */
 int fn_has_neon_bf16(void) { return (getauxval(AT_HWCAP2) & 1ul << 14) != 0; } /* HWCAP2_BF16 */
 
+int fn_has_neon_dot(void) { return (getauxval(AT_HWCAP) & 1ul << 20) != 0; } /* HWCAP_ASIMDDP */
+
 int fn_has_sve(void) {
     const int get_vector_length = 51, length_mask = 0xffff; /* PR_SVE_GET_VL; in bytes */
     if (!(getauxval(AT_HWCAP) & 1ul << 22)) return 0; /* HWCAP_SVE */
@@ -95,10 +103,12 @@ int fn_has_sve_bf16(void) { return fn_has_sve() && (getauxval(AT_HWCAP2) & 1ul <
 
 #include <sys/sysctl.h>
 
-int fn_has_neon_bf16(void) {
-    int has = 0;
-    size_t size = sizeof has;
-    return sysctlbyname("hw.optional.arm.FEAT_BF16", &has, &size, NULL, 0) == 0 && has;
+static int has(const char *name) {
+    int found = 0;
+    size_t size = sizeof found;
+    return sysctlbyname(name, &found, &size, NULL, 0) == 0 && found;
 }
+int fn_has_neon_bf16(void) { return has("hw.optional.arm.FEAT_BF16"); }
+int fn_has_neon_dot(void) { return has("hw.optional.arm.FEAT_DotProd"); }
 
 #endif

@@ -133,7 +133,7 @@ int fn_run_declared(const void *packed) {
     const struct fn_declared *job = packed;
     if (job->operation == FN_ATTENTION) return fn_run_attention(packed);
     if (job->sums) return run_sums(job);
-    if (job->operation == FN_LINEAR) return run_products(job);
+    if (job->columns) return run_products(job);
     const int64_t bytes = job->rows * job->hidden * fn_element_size(job->operand[0].kind);
     const size_t room_bytes = FN_DECLARED_ROOM * (job->wide ? sizeof(double) : sizeof(float)), all = (size_t)fn_room_of_row(job);
     struct work work = {.job = job, .row = fn_kernels_for(FN_F32)->declared_row, .fetches = bytes >= fn_tuning()->fetched,

@@ -46,13 +46,16 @@ const char *fn_isa_name(int isa) { return isas[isa].name; }
 int fn_isa_usable(int isa) { return isas[isa].usable(); }
 
 static int isa_in_use, f16_isa; /* the second: for rows of float16 */
+static const struct fn_int8_dots *int8_dots;
 
 int fn_isa(void) { return isa_in_use; }
 void fn_use_isa(int isa) {
     fn_choose_tuning(isas[isa].name);
     const char *const f16 = fn_tuning()->f16;
     isa_in_use = f16_isa = isa;
+    int8_dots = fn_int8_dots_of(isas[isa].name);
     for (int k = 0; f16 && k < fn_isa_count(); k++)
         if (!strcmp(isas[k].name, f16)) f16_isa = k;
 }
 const struct fn_kernels *fn_kernels_for(int kind) { return isas[kind == FN_F16 ? f16_isa : isa_in_use].kernels; }
+const struct fn_int8_dots *fn_int8_dots(void) { return int8_dots; }

@@ -6,7 +6,10 @@ from enum import IntEnum
 
 
 class Kind(IntEnum):
-    """How the elements of an operand are stored. NONE: the operand is absent. I32, I64: places of elements, as ids."""
+    """How the elements of an operand are stored.
+
+    NONE: the operand is absent. I32, I64: places of elements, as ids. BYTE: int8.
+    """
 
     NONE = 0
     F32 = 1
@@ -15,6 +18,7 @@ class Kind(IntEnum):
     F64 = 4
     I32 = 5
     I64 = 6
+    BYTE = 7
 
 
 class Pass(IntEnum):
@@ -116,6 +120,7 @@ class DeclaredOf(IntEnum):
     MODULATE_BACKWARD = 7
     LINEAR = 8
     ATTENTION = 9
+    INT8_LINEAR = 10
 
 
 #: The flags that these kernels know, but those of log-probabilities.

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -35,6 +36,8 @@ class Role(Enum):
     OF_CHOSEN = "of chosen"
     #: [...]: a number for each row, which has no gradient.
     SETTINGS = "settings"
+    #: [..., 1]: a number for each row, which has no gradient, as quantizers return them.
+    SCALES = "scales"
     #: [..., K], where the first operand is [..., H, N]: numbers for each row of heads. It has no gradient, and the
     #: operation's own check says what else it must be.
     TABLE = "table"
@@ -63,7 +66,7 @@ WHOLE = (Role.WEIGHT, Role.MATRIX, Role.COLUMNS)
 WITH_ROWS = (Role.ROWS, Role.PRODUCTS, Role.WEIGHED)
 
 #: The roles of operands that have no gradient.
-CONSTANT = (Role.IDS, Role.CHOSEN, Role.SETTINGS, Role.TABLE, Role.WHICH)
+CONSTANT = (Role.IDS, Role.CHOSEN, Role.SETTINGS, Role.SCALES, Role.TABLE, Role.WHICH)
 
 
 class Operand(NamedTuple):
@@ -72,6 +75,8 @@ class Operand(NamedTuple):
     name: str
     role: Role = Role.ROWS
     optional: bool = False
+    #: The only one that it may have, if there is one.
+    dtype: torch.dtype | None = None
 
 
 class Result(NamedTuple):

@@ -242,6 +242,8 @@ class Plan:
             return lambda operands: operands[matrix].shape[:1]
         if role is Role.PRODUCTS:
             return lambda operands: operands[first].shape[:-1] + operands[matrix].shape[:1]
+        if role is Role.SCALES:
+            return lambda operands: torch.Size((*operands[first].shape[:-1], 1))
         values = self.values
         if role is Role.WEIGHED:
             return lambda operands: operands[first].shape[:-1] + operands[values].shape[-1:]

@@ -109,7 +109,12 @@ class Operation(Operator):
         given_operands = self.fitted([arguments[operand] for operand in self.plan.operands])
         operands = dict(zip(self.plan.operands, given_operands, strict=True))
         for result, flag, like_rows in self._of_dtypes:
-            if (out := arguments.get(result)) is not None:
+            if (out := arguments.get(result)) is None:
+                continue
+            if self.declaration.checks is not None:
+                if arguments.get(flag) is None and isinstance(out, Tensor):
+                    arguments[flag] = out.dtype
+            else:
                 rows = arguments[self.plan.rows]
                 arguments[flag] = dtype_of(out, arguments.get(flag), rows, self.plan.rows, like_rows)
         given = {result: arguments.get(result) for result, _ in self._returned}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -51,6 +51,8 @@ class Listed(NamedTuple):
     differentiable: bool = True
     #: Whether the specification has the bits of its gradients.
     exact_gradients: bool = True
+    #: The only dtypes that operands may have, by their names.
+    dtypes: Mapping[str, torch.dtype] = {}
 
     @property
     def name(self) -> str:
@@ -87,6 +89,8 @@ class Listed(NamedTuple):
         for place, (name, role) in enumerate(self.operands.items()):
             first, later = _tensors(role, Role.TABLE in roles, x, other, weight)
             made[name] = later if role in roles[:place] else first
+            if name in self.dtypes:
+                made[name] = _of_dtype(cast(Tensor, made[name]), self.dtypes[name])
         return made
 
     def _of_heads(self, x: Tensor, other: Tensor) -> dict[str, Tensor | None]:
@@ -110,6 +114,13 @@ class Listed(NamedTuple):
         return self.tensors(x, other, weight) | more
 
 
+def _of_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers near those of t; whole ones of up to 127."""
+    if dtype.is_floating_point:
+        return t.detach().to(dtype)
+    return t.detach().float().nan_to_num().mul(40).clamp(-127, 127).to(dtype)
+
+
 def head_size(hidden_size: int) -> int:
     """The length of heads in rows of that length: 128, or the whole row where that does not divide it."""
     return 128 if hidden_size % 128 == 0 else hidden_size
@@ -127,6 +138,8 @@ def _tensors(role: Role, heads: bool, x: Tensor, other: Tensor, weight: Tensor |
             return other, other.flip(0)
         case Role.NUMBERS | Role.COLUMNS:
             return (other[:, 0],) * 2
+        case Role.SCALES:
+            return (other.detach()[:, :1].abs() + 1,) * 2
         case Role.SETTINGS:
             return (other.detach()[:, 0].abs().nan_to_num(posinf=0.0) + 1,) * 2
         case Role.IDS | Role.CHOSEN:
@@ -203,6 +216,7 @@ def _declared(name: str, function: Callable[..., Any], operation: Operation) -> 
         {flag: value for flag, value in declaration.samples[-1].items() if flag in taken},
         declaration.gradient is not None,
         declaration.exact_gradients,
+        {one.name: one.dtype for one in declaration.operands if one.dtype is not None},
     )
 
 
