@@ -169,9 +169,23 @@ def of_role(role, count):
     rows = (X, Z, D)[count % 3]
     if role is Role.SETTINGS:
         return rows[:, 0].abs() + 1
+    if role is Role.SCALES:
+        return rows[:, :1].abs() + 1
     whole = {Role.ROWS: rows, Role.SAMPLES: rows, Role.WEIGHT: (WEIGHT, BIAS)[count % 2]}
     whole |= {Role.MATRIX: MATRIX, Role.COLUMNS: MATRIX[:, 0], Role.PRODUCTS: rows[:, :5]}
     return whole.get(role, rows[:, 0]).clone()
+
+
+def of_operand(operand, count):
+    """The same, of the only dtype that an operand may have, if there is one."""
+    t = of_role(operand.role, count)
+    return (
+        t
+        if operand.dtype is None
+        else t.to(operand.dtype)
+        if operand.dtype.is_floating_point
+        else (t * 20).to(operand.dtype)
+    )
 
 
 def _of_keys():
@@ -227,7 +241,7 @@ for operation in dict.fromkeys(PUBLIC.values()):
     declaration = operation.declaration
     roles = declaration.roles | {one.name: one.role for one in declaration.returned}
     operands, others = OF_KEYS.get(declaration.name, ({}, {}))
-    operands = operands or {one.name: of_role(one.role, count) for count, one in enumerate(declaration.operands)}
+    operands = operands or {one.name: of_operand(one, count) for count, one in enumerate(declaration.operands)}
     for name, function in operation.functions.items():
         outputs = {one.name: torch.zeros_like(of_role(one.role, 0)) for one in declaration.returned} | others
         taken = inspect.signature(function).parameters

@@ -216,7 +216,7 @@ class Plan:
         And all rows of a sample.
         """
         joined, rows = self.declaration.joined, operands[self.rows]
-        for name, role, _ in self.declaration.operands:
+        for name, role, *_ in self.declaration.operands:
             given = operands.get(name)
             if given is not None and role is Role.WEIGHT and given.ndim == 2:
                 joined = max(joined, 2)
