@@ -209,14 +209,18 @@ RIGHT_OF_KEYS |= {("paged_attention", "q", "rows"), ("paged_attention", "pages",
 RIGHT_OF_KEYS |= {(name, "mask", "no dimension") for name in ("attention", "attention_backward")}
 
 
-def right(name, operands, roles, first="x", kept=()):
+def right(name, operands, roles, first="x", kept=(), fixed=False):
     """Changes of one operand that fit the others: the name, the operand, the kind. The first one decides dtypes.
 
-    ``kept``: what a forward pass kept, in the type of its computation.
+    ``kept``: what a forward pass kept, in the type of its computation; ``fixed``: whether the first one has one dtype.
     """
     others = [key for key in tensors(operands) if key != first]
     opposed = {roles[key] for key in others}
-    fit = {"wider": not kept, "a device": not others, "columns": not {Role.ROWS, Role.SAMPLES, *WHOLE} & opposed}
+    fit = {
+        "wider": not (kept or fixed),
+        "a device": not others,
+        "columns": not {Role.ROWS, Role.SAMPLES, *WHOLE} & opposed,
+    }
     fit["rows"] = opposed <= {*WHOLE}
     fit["one dimension more"] = opposed <= {Role.SAMPLES, *WHOLE}
     more = {Role.WEIGHT} if Role.OF_CHOSEN in opposed else {Role.WEIGHT, Role.CHOSEN}
@@ -241,13 +245,14 @@ for operation in dict.fromkeys(PUBLIC.values()):
     declaration = operation.declaration
     roles = declaration.roles | {one.name: one.role for one in declaration.returned}
     operands, others = OF_KEYS.get(declaration.name, ({}, {}))
+    fixed = declaration.operands[0].dtype is not None
     operands = operands or {one.name: of_operand(one, count) for count, one in enumerate(declaration.operands)}
     for name, function in operation.functions.items():
         outputs = {one.name: torch.zeros_like(of_role(one.role, 0)) for one in declaration.returned} | others
         taken = inspect.signature(function).parameters
         must = {key: declaration.flags[key] for key in declaration.flags if key in taken and not defaulted(taken[key])}
         FUNCTIONS[name] = operands | must | {key: t for key, t in outputs.items() if key in taken}
-        RIGHT |= RIGHT_OF_KEYS if others else right(name, FUNCTIONS[name], roles, next(iter(operands)))
+        RIGHT |= RIGHT_OF_KEYS if others else right(name, FUNCTIONS[name], roles, next(iter(operands)), fixed=fixed)
         if name.endswith("_"):
             IN_PLACE[name] = tuple(one.overwrites for one in declaration.returned)
             continue
@@ -274,7 +279,7 @@ for operation in dict.fromkeys(PUBLIC.values()):
     for name, arguments in of_operators.items():
         OPERATORS[name] = arguments
         kept = [one.name for one in declaration.kept if one.name in arguments]
-        RIGHT |= RIGHT_OF_KEYS if others else right(name, arguments, roles, next(iter(operands)), kept)
+        RIGHT |= RIGHT_OF_KEYS if others else right(name, arguments, roles, next(iter(operands)), kept, fixed)
 
 
 def function_of(name):
@@ -317,7 +322,7 @@ CALLS = {name: (function_of(name), without_outputs(FUNCTIONS[name])) for name in
 CALLS |= {
     name: call
     for name, call in MORE.items()
-    if not {"offset", "dtypes"} & {name} and "," not in name and not name.startswith("paged")
+    if not {"offset", "dtypes"} & {name} and "," not in name and name.split()[0] not in WITHOUT_GRADIENT
 }
 CALLS.pop("between")
 

@@ -136,8 +136,10 @@ for _name, (_operands, (_out, *_others)) in NAMES.items():
     if "quantization" in OPERATIONS[_name].sample:  # the scale may be given
         NAMES[_name] = (*_operands, "scale", "zero_point"), (_out, "scale", *_others[1:])
 
-#: Operands that have no gradients.
-TABLES = {name for one in OPERATIONS.values() for name, role in one.operands.items() if role in CONSTANT}
+#: Operands without gradients, of operations that have some.
+TABLES = {
+    name for one in OPERATIONS.values() if one.differentiable for name, role in one.operands.items() if role in CONSTANT
+}
 
 
 def _has_exact_gradients(function):

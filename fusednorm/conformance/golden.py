@@ -570,6 +570,24 @@ def vectors_of_products():
         x, weight = (torch.nn.functional.pad(first.unsqueeze(-1), (0, 16), value=other) for other in (1.0, 0.0))
         inputs = {"x": x, "weight": weight, "bias": -first}
         yield _vector({"function": "linear", "flags": {"out_dtype": None}}, inputs)
+    for rows, columns, size, bias_dtype, with_zeros, out_dtype in (
+        (2, 5, 70, BF16, False, BF16),
+        (3, 2, 17, None, True, None),
+        (1, 7, 130, F16, True, F16),
+        (2, 1, 1, F32, False, None),
+    ):
+        generator = torch.Generator().manual_seed(size)
+        q, weight = (torch.randint(-128, 128, (n, size), generator=generator).to(torch.int8) for n in (rows, columns))
+        scale, weight_scale, bias = (torch.randn(shape, generator=generator) for shape in ((rows, 1), columns, columns))
+        zero_point = torch.randint(-(2**30), 2**30, (rows, 1), generator=generator).int() if with_zeros else None
+        inputs = {"q": q, "scale": scale, "weight": weight, "weight_scale": weight_scale}
+        inputs |= {"bias": None if bias_dtype is None else bias.to(bias_dtype), "zero_point": zero_point}
+        yield _vector({"function": "int8_linear", "flags": {"out_dtype": out_dtype and dtype_name(out_dtype)}}, inputs)
+    q, weight = torch.full((1, 500), -128, dtype=torch.int8), torch.full((1, 500), -128, dtype=torch.int8)
+    special = torch.tensor([math.inf, math.nan, -0.0, 2.0**127, 1e-45])  # scales of one row each
+    inputs = {"q": q.expand(5, -1).clone(), "scale": special.unsqueeze(-1), "weight": weight}
+    inputs |= {"weight_scale": torch.ones(1), "bias": None, "zero_point": None}
+    yield _vector({"function": "int8_linear", "flags": {"out_dtype": None}}, inputs)
 
 
 def vectors_of_attention():

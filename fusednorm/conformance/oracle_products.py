@@ -1,4 +1,4 @@
-"""Section 13 of the specification, in NumPy, written from docs/spec.md alone.
+"""Sections 13 and 16 of the specification, in NumPy, written from docs/spec.md alone.
 
 It shares no method with the reference: a fused multiply-add is rounded to odd first.
 """
@@ -42,3 +42,20 @@ def linear(leaves, _incoming, out_dtype=None):
     if bias is not None:
         y = y + to_numpy(bias).astype(acc)
     return (round_to(y, out_dtype or x.dtype),)
+
+
+@np.errstate(all="ignore")
+def int8_linear(operands, _incoming, out_dtype=None):
+    """Section 16: whole numbers of Python's, and each operation of float32 by itself."""
+    q, scale, weight, weight_scale, bias, zero_point = operands
+    rows, columns = q.reshape(-1, q.shape[-1]).cpu().tolist(), weight.cpu().tolist()
+    zeros = [0] * len(rows) if zero_point is None else zero_point.reshape(-1).tolist()
+    sums = [
+        [sum((a - zero) * b for a, b in zip(row, column, strict=True)) for column in columns]
+        for row, zero in zip(rows, zeros, strict=True)
+    ]
+    y = np.array(sums, np.int64).astype(np.float32).reshape(*q.shape[:-1], len(columns))
+    y = y * to_numpy(weight_scale).astype(np.float32) * to_numpy(scale).astype(np.float32)
+    if bias is not None:
+        y = y + to_numpy(bias).astype(np.float32)
+    return (round_to(y, out_dtype or torch.float32),)

@@ -34,6 +34,10 @@ def _sums(q: Tensor, weight: Tensor) -> Tensor:
     """int64 sums of products, [..., N]. float64 holds each sum of up to 2^39 products, so in any order it is exact."""
     rows, columns = q.reshape(-1, q.shape[-1]).to(torch.float64), len(weight)
     at_once = max(_AT_ONCE // max(q.shape[-1], 1), 1)
-    parts = [rows @ part.to(torch.float64).transpose(0, 1) for part in weight.chunk(-(-columns // at_once))] if columns else []
+    parts = (
+        [rows @ part.to(torch.float64).transpose(0, 1) for part in weight.chunk(-(-columns // at_once))]
+        if columns
+        else []
+    )
     found = torch.cat(parts, -1) if parts else rows.new_empty(len(rows), 0)
     return found.to(torch.int64).reshape(*q.shape[:-1], columns)

@@ -350,7 +350,7 @@ def test_every_operation_has_an_entry():
     table = fusednorm.onnx.translations()
     assert {operation._opname for operation in table} == set(fusednorm.torch_ops.registered.exported())
     forward = {"log_softmax", "logsumexp", "selected_log_prob", "selected_log_prob_and_entropy", "modulate", "linear"}
-    forward |= {"attention", "paged_attention"}
+    forward |= {"attention", "paged_attention", "int8_linear"}
     reasons = {}
     for operation, function in table.items():
         name = operation._opname

@@ -18,6 +18,7 @@ from every_operation import (
     MORE,
     TURN,
     WEIGHT,
+    WITHOUT_GRADIENT,
     K,
     Q,
     X,
@@ -80,7 +81,7 @@ def calls():
     functions = {name: (function_of(name), operands) for name, operands in FUNCTIONS.items()}
     for name, (function, operands) in {**functions, **MORE, **STEPS}.items():
         given = clones(without_outputs(operands), many)
-        if not (name in IN_PLACE or name == "offset" or "quant" in name or name.startswith("paged")):
+        if not (name in IN_PLACE or name == "offset" or "quant" in name or name.split()[0] in WITHOUT_GRADIENT):
             for key in have_gradients(given):
                 given[key].requires_grad_()
         yield name, function, given

@@ -39,12 +39,13 @@ FITS = {(name, "x", "rows") for name in ("rms_norm_", "layer_norm_")}
 FITS |= {(key, "no dimension") for key in ("scale", "zero_point", "positions", "temperature")}
 #: The operand that decides the dtype of the computation, if no output is given, and tables, of any dtype.
 FITS |= {(name, key, "wider") for name in FUNCTIONS for key in ("cos", "sin", next(iter(FUNCTIONS[name])))}
+FITS -= {("int8_linear", "q", "wider")}
 FITS |= {("qk_norm_rope_", "k", "wider"), ("temperature", "no tensor")}
 FITS |= RIGHT
 #: What is right alone, and then does not fit the others, which are named.
 OF_ROWS = {"x", "y", "z", "q", "k", "gate", "residual", "up", "cos", "sin", "ids", "logits"}
 ALONE = {(name, key, wrong) for name in FUNCTIONS for key in OF_ROWS for wrong in ("a device", "rows", "columns")}
-ALONE |= {("linear", "weight", "rows")}
+ALONE |= {(name, "weight", "rows") for name in ("linear", "int8_linear")}
 ALONE |= {("paged_attention", "lengths", wrong) for wrong in ("rows", "columns")}
 #: Wrong values of arguments that are no operands.
 FLAGS = dict.fromkeys(("eps", "weight_offset", "x_scale"), ("1", None, 1j, torch.ones(1), 10**400))

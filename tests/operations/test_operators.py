@@ -97,7 +97,11 @@ WITHOUT = {"quantize": {"quantization": str(VLLM_INT8_TOKEN_CPU)}, "affine": {"w
 
 def narrow(operands):
     """In bfloat16, but for what an operator has in the type of the computation, and for its results."""
-    others = {key: value for key, value in operands.items() if key not in ("rstd", "n", "m", "s", "entropy", "scale")}
+    others = {
+        key: value
+        for key, value in operands.items()
+        if key not in ("rstd", "n", "m", "s", "entropy", "scale", "weight_scale")
+    }
     return operands | {key: t.bfloat16() for key, t in others.items() if getattr(t, "dtype", None) is F32}
 
 
