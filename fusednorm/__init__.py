@@ -42,6 +42,7 @@ from fusednorm.operations.explain import explain
 from fusednorm.operations.functions import gelu, relu2, softcap
 from fusednorm.operations.gate import gate, gate_, gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from fusednorm.operations.int8_linear import int8_linear
+from fusednorm.operations.int8_module import Int8Linear
 from fusednorm.operations.l2 import l2_norm
 from fusednorm.operations.layer_norm import (
     fused_add_layer_norm,
@@ -95,6 +96,7 @@ __all__ = [
     "AddLayerNorm",
     "AddRMSNorm",
     "BackendError",
+    "Int8Linear",
     "LayerNorm",
     "Linear",
     "Quantization",

@@ -46,6 +46,7 @@ ONE_FILE = (
         "Declared",
         "Products",
         "Attention",
+        "Int8_products",
     ),
     *OF_OPERATIONS,
 )
