@@ -195,8 +195,8 @@ static inline int64_t fn_product_elements(const struct fn_declared *job) { retur
 /* The most multiplications of a call that Python does not divide: one thread takes about half a second for them. */
 #define FN_PRODUCT_OF_A_CALL 8000000000
 
-/* Blocks [begin, end): those of the same rows one after the other. `room` has fn_product_bytes. */
-typedef void fn_declared_products(const struct fn_declared *job, int64_t begin, int64_t end, char *room);
+/* Blocks [begin, end): those of the same rows one after the other. `room` has fn_product_bytes; `dots` adds up products of int8. */
+typedef void fn_declared_products(const struct fn_declared *job, const struct fn_int8_dots *dots, int64_t begin, int64_t end, char *room);
 static inline int64_t fn_product_blocks(const struct fn_declared *job) {
     const int64_t columns = fn_product_columns(job);
     return (job->columns + columns - 1) / columns * ((job->rows + FN_PRODUCT_ROWS - 1) / FN_PRODUCT_ROWS);

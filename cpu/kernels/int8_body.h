@@ -64,9 +64,9 @@ static void int8_block(const struct int8_block *b, int64_t begin, int64_t end, i
 }
 
 /* Blocks [begin, end): those of the same rows one after the other. */
-static void int8_products(const struct fn_declared *job, int64_t begin, int64_t end, char *room) {
+static void int8_products(const struct fn_declared *job, const struct fn_int8_dots *dots, int64_t begin, int64_t end, char *room) {
     const int64_t columns = fn_product_columns(job), blocks = (job->columns + columns - 1) / columns;
-    struct int8_block b = {.job = job, .with = fn_int8_dots(), .x = room};
+    struct int8_block b = {.job = job, .with = dots, .x = room};
     b.row_step = fn_int8_row(b.with->size, job->hidden);
     const int64_t rows = job->rows < FN_PRODUCT_ROWS ? job->rows : FN_PRODUCT_ROWS;
     b.sums = (int32_t *)(void *)(room + (rows + 1) * b.row_step);

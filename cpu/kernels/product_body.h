@@ -312,9 +312,9 @@ static void block_of_doubles(const struct fn_declared *job, int64_t begin, int64
     }
 }
 
-void FN_OF(declared_products)(const struct fn_declared *job, int64_t begin, int64_t end, char *room) {
+void FN_OF(declared_products)(const struct fn_declared *job, const struct fn_int8_dots *dots, int64_t begin, int64_t end, char *room) {
     if (job->operation == FN_INT8_LINEAR) {
-        int8_products(job, begin, end, room);
+        int8_products(job, dots, begin, end, room);
         return;
     }
     const int64_t x_kind = job->operand[FN_LINEAR_X].kind, w_kind = job->operand[FN_LINEAR_WEIGHT].kind;

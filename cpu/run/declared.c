@@ -119,13 +119,14 @@ static int run_sums(const struct fn_declared *job) {
 struct blocks {
     const struct fn_declared *job;
     fn_declared_products *products;
+    const struct fn_int8_dots *dots;
 };
 static void run_blocks(const void *argument, int64_t begin, int64_t end, char *room) {
     const struct blocks *blocks = argument;
-    blocks->products(blocks->job, begin, end, room);
+    blocks->products(blocks->job, blocks->dots, begin, end, room);
 }
 static int run_products(const struct fn_declared *job) {
-    const struct blocks blocks = {job, fn_kernels_for(FN_F32)->declared_products};
+    const struct blocks blocks = {job, fn_kernels_for(FN_F32)->declared_products, fn_int8_dots()};
     return fn_divide(run_blocks, &blocks, fn_product_blocks(job), fn_product_elements(job), job->threads, (size_t)fn_product_bytes(job));
 }
 
