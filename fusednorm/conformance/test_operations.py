@@ -40,7 +40,7 @@ ROWS, Q, K = (2, 3), 3, 2
 DECLARED = {
     name: declared.declaration.samples
     for name, one in OPERATIONS.items()
-    if getattr(fusednorm, name, None) is one.function and (declared := PUBLIC.get(one.function))
+    if getattr(fusednorm, name, None) is one.function and (declared := PUBLIC.get(one.function)) and not one.dtypes
 }
 
 NORM = {"round_norm": (True, False), "weight_offset": (0.0, 1.0)}

@@ -89,8 +89,8 @@ class Listed(NamedTuple):
         for place, (name, role) in enumerate(self.operands.items()):
             first, later = _tensors(role, Role.TABLE in roles, x, other, weight)
             made[name] = later if role in roles[:place] else first
-            if name in self.dtypes:
-                made[name] = _of_dtype(cast(Tensor, made[name]), self.dtypes[name])
+            if self.dtypes:
+                made[name] = _of_dtype(cast(Tensor, made[name]), self.dtypes.get(name))
         return made
 
     def _of_heads(self, x: Tensor, other: Tensor) -> dict[str, Tensor | None]:
@@ -114,8 +114,10 @@ class Listed(NamedTuple):
         return self.tensors(x, other, weight) | more
 
 
-def _of_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers near those of t; whole ones of up to 127."""
+def _of_dtype(t: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Numbers near those of t; whole ones of up to 127; None: of at most 32 bits."""
+    if dtype is None:
+        return t.detach().float() if t.dtype is torch.float64 else t.detach()
     if dtype.is_floating_point:
         return t.detach().to(dtype)
     return t.detach().float().nan_to_num().mul(40).clamp(-127, 127).to(dtype)

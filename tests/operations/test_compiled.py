@@ -112,7 +112,7 @@ def tensors(operands):
 
 def halves(operands):
     """The same in bfloat16, but for scales: in float32 no compiler would show that it leaves out a rounding."""
-    scales = ("scale", "scale_out", "output_s")
+    scales = ("scale", "scale_out", "output_s", "weight_scale")
     return {key: t.bfloat16() if t.dtype == torch.float32 and key not in scales else t for key, t in operands.items()}
 
 
