@@ -155,7 +155,24 @@ class Call:
         shape = shapes.get(name, shapes["k" if name == "v" else "q"])
         return self.operand(shape, self.dtype, absent=0.5 if name == "sinks" else 0)
 
+    def of_one_dtype(self, name, absent):
+        """Of products of int8: numbers of the only dtypes that fit, mostly."""
+        random = self.random
+        if random.random() < absent:
+            return None
+        shapes = {"weight": (self.columns, *self.shape[-1:]), "q": self.shape}
+        shapes |= dict.fromkeys(("weight_scale", "bias"), (self.columns,))
+        dtypes = {"q": torch.int8, "weight": torch.int8, "zero_point": torch.int32, "bias": random.choice(DTYPES[:3])}
+        shape, dtype = shapes.get(name, (*self.shape[:-1], 1)), dtypes.get(name, torch.float32)
+        t = 40 * torch.randn(shape, generator=self.generator)
+        if self.wrong and random.random() < 0.1:
+            return self.operand(shape)
+        t = t.clamp(-128, 127).to(dtype)
+        return laid_out(random, t) if self.wrong else t
+
     def tensor(self, name, absent):
+        if self.name == "int8_linear":
+            return self.of_one_dtype(name, absent)
         random, rows = self.random, (*self.shape[:-1], self.heads, self.shape[-1])
         if name == "scale" and self.roles.get(name) is not Role.SAMPLES:
             return self.operand((1,), torch.float32, absent=0.7)

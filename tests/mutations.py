@@ -46,7 +46,7 @@ ONE_FILE = (
         "Declared",
         "Products",
         "Attention",
-        "Int8_products",
+        "Int8_linear",
     ),
     *OF_OPERATIONS,
 )

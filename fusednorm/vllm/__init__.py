@@ -118,7 +118,7 @@ def register() -> None:
 
 
 def _replace(found: Request) -> None:
-    """What else there is on CPUs, in a process that makes a model."""
+    """Has more of vLLM replaced on CPUs, in a process that makes a model."""
     layers.replace(found.mode, found.products)
     if found.products:
         products.replace()

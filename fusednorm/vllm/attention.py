@@ -20,7 +20,7 @@ from fusednorm.version import __version__
 
 _logger = logging.getLogger("vllm.fusednorm")
 
-#: What the plug-in's class takes of vLLM's, by the names of its methods.
+#: The parameters that vLLM hands to methods of its class, by their names; the plug-in's class takes the same.
 _PARAMETERS = {
     "__init__": "num_heads head_size scale num_kv_heads alibi_slopes sliding_window kv_cache_dtype logits_soft_cap "
     "attn_type kv_sharing_target_layer_name sinks",
@@ -31,7 +31,7 @@ _FIELDS = {"num_actual_tokens", "query_start_loc", "seq_lens", "block_table", "c
 
 
 class Attention(torch.nn.Module):
-    """What one of vLLM's layers computes; ``fusednorm.contract`` lists it, as the attention of the trainer's layer.
+    """The attention of one of vLLM's layers; ``fusednorm.contract`` lists it, as the attention of the trainer's layer.
 
     Args:
         scale: what products of queries and keys are multiplied by.
