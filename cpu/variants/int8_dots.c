@@ -152,11 +152,7 @@ FN_INLINE int32x4_t zero_of_neon(void) { return vdupq_n_s32(0); }
 static const struct fn_int8_dots neon = {1, take_bytes, dots_neon, 0};
 
 #if defined(FN_NEON_BF16) /* compilers that know it know dot products */
-#if defined(__clang__)
-FN_TARGET("dotprod")
-#else
-FN_TARGET("+dotprod")
-#endif
+FN_TARGET("arch=armv8.2-a+dotprod")
 #define NAME neon_dot
 #define STEP 16
 #define ROWS 4
