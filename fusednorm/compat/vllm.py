@@ -22,14 +22,14 @@ what it multiplies.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from fusednorm.calls.checks import check_one_row, refuse_type, replaced
 from fusednorm.compat import cos_and_sin, rotate_in_place, unrounded
-from fusednorm.operations import functions, gate, log_prob, norm, quantize
+from fusednorm.operations import functions, gate, int8_linear, log_prob, norm, quantize
 from fusednorm.operations.norm_gated import check_group_size
 from fusednorm.operations.rotate import qk_norm_rope_
 from fusednorm.quantizations import (
@@ -328,6 +328,61 @@ def scaled_int8_quant(
         return values, scale, azp
     values, scales, *zero_points = quantize.quantize(input, quantization)
     return values, scales.reshape(-1, 1), zero_points[0].reshape(-1, 1) if zero_points else None
+
+
+def cutlass_scaled_mm(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    """Multiplies rows [..., K] of int8 by b, [K, N]: :func:`fusednorm.int8_linear`, of a whole row and column.
+
+    ``scale_a`` has one number for each row or one for all, ``scale_b`` one for each column or for all. The sum is
+    multiplied by ``scale_b``, then by ``scale_a``, and the bias is added; vLLM's kernels have several orders.
+    """
+    return _scaled(a, b, scale_a, scale_b, out_dtype, bias, None)
+
+
+def cutlass_scaled_mm_azp(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    out_dtype: torch.dtype,
+    azp_adj: Tensor,
+    azp: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """The same with zero points, int32, one for each row or one for all.
+
+    ``azp_adj``, the sums of columns, is not read: they are added up again. Where it holds one zero point of all rows,
+    and ``azp`` is None, vLLM subtracts it; here ``azp`` must be given.
+
+    Raises:
+        ValueError: ``azp`` is None.
+    """
+    if azp is None:
+        raise ValueError(
+            "azp must be given, got None: the zero point cannot be told from azp_adj; pass it, one element for all rows"
+        )
+    return _scaled(a, b, scale_a, scale_b, out_dtype, bias, azp)
+
+
+def _scaled(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+    azp: Tensor | None,
+) -> Tensor:
+    rows = (*a.shape[:-1], 1)
+    scale, zero_point = (
+        None if t is None else t.expand(rows) if t.numel() == 1 else t.reshape(rows) for t in (scale_a, azp)
+    )
+    weight_scale = scale_b.reshape(-1).expand(b.shape[1])
+    return int8_linear.int8_linear(
+        a, cast(Tensor, scale), b.t(), weight_scale, bias, zero_point=zero_point, out_dtype=out_dtype
+    )
 
 
 def per_token_group_fp8_quant(

@@ -46,6 +46,7 @@ def of(dtype, rows, seed=0):
 VLLM_QUANTIZERS = (
     *("rms_norm_dynamic_per_token_quant", "rms_norm_per_block_quant"),
     *("scaled_fp8_quant", "scaled_int8_quant", "silu_and_mul_per_block_quant"),
+    *("cutlass_scaled_mm", "cutlass_scaled_mm_azp"),
 )
 
 

@@ -117,6 +117,26 @@ def test_vllm_dynamic(dtype, kind, limit):
             assert total is None or torch.equal(given, total)
 
 
+@pytest.mark.parametrize("of_all", [False, True])
+def test_vllm_products_of_int8(of_all):
+    """With scales and zero points of each row and column, or of all."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(-128, 128, shape, generator=generator).to(torch.int8) for shape in ((2, 3, 40), (5, 40)))
+    count, columns = ((1, 1), 1) if of_all else ((6, 1), (1, 5))
+    scale_a, scale_b = (torch.rand(shape, generator=generator) for shape in (count, columns))
+    azp = torch.randint(-128, 128, count, generator=generator).int()
+    bias = torch.randn(5, generator=generator).bfloat16()
+    found = vllm.cutlass_scaled_mm(a, b.t(), scale_a, scale_b, torch.bfloat16, bias)
+    scale, zeros = (t.reshape(-1, 1).expand(6, 1).reshape(2, 3, 1) for t in (scale_a, azp))
+    weight_scale = scale_b.reshape(-1).expand(5)
+    same(found, fusednorm.int8_linear(a, scale, b, weight_scale, bias, out_dtype=torch.bfloat16))
+    sums = b.sum(-1, dtype=torch.int32)
+    found = vllm.cutlass_scaled_mm_azp(a, b.t(), scale_a, scale_b, torch.float16, sums, azp)
+    same(found, fusednorm.int8_linear(a, scale, b, weight_scale, zero_point=zeros, out_dtype=torch.float16))
+    with pytest.raises(ValueError, match="azp must be given, got None"):
+        vllm.cutlass_scaled_mm_azp(a, b.t(), scale_a, scale_b, torch.float16, sums)
+
+
 @dtypes
 def test_vllm_int8(dtype):
     x, *_ = of(dtype)
