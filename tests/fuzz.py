@@ -370,6 +370,23 @@ def products(given):
     given.output("out", (*shape[:-1], columns), given.some_dtype() if given.chance(0.1) else given.dtype)
 
 
+def products_of_int8(given):
+    given.dtype = given.random.choice(DTYPES[:3])
+    shape = given.shape()
+    room = max(1, ROOM // 24 // max((1, *shape[-1:])))
+    columns = 0 if given.chance(0.02) else given.random.randint(1, min(room, given.random.choice((3, 20, 70))))
+    given.operand("q", shape, torch.int8)
+    given.operand("scale", (*shape[:-1], 1), torch.float32)
+    given.operand("weight", (columns, *shape[-1:]), torch.int8)
+    given.operand("weight_scale", (columns,), torch.float32)
+    if given.chance(0.5):
+        given.operand("bias", (columns,), given.dtype)
+    if given.chance(0.3):
+        given.place("zero_point", (*shape[:-1], 1), torch.int32, below=2**30)
+    given.flag(0.4, "out_dtype", given.dtype)
+    given.output("out", (*shape[:-1], columns), given.dtype)
+
+
 def attention(given):
     """Of a batch, or of sequences whose keys lie in pages."""
     random, paged = given.random, given.name.startswith("paged")
@@ -552,6 +569,7 @@ OPERATIONS = {
     "fused_add_layer_norm": norm,
     "modulate": modulate,
     "linear": products,
+    "int8_linear": products_of_int8,
     "attention": attention,
     "paged_attention": attention,
     "rms_norm_add_rms_norm": two_norms,

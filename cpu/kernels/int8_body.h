@@ -4,7 +4,7 @@
 struct int8_block {
     const struct fn_declared *job;
     const struct fn_int8_dots *with;
-    int64_t row_step;
+    int64_t row_step; /* bytes */
     char *x;
     int32_t *sums, *of_columns; /* of each row FN_PRODUCT_COLUMNS; of the weight's rows, where there are zero points */
     int32_t of_row[FN_PRODUCT_ROWS]; /* times the offset */
@@ -30,7 +30,7 @@ static void end_int8_row(const struct int8_block *b, int64_t m, int64_t first, i
     const float scale = ((const float *)o[FN_INT8_LINEAR_SCALE].address)[m];
     const float *const of_weight = (const float *)o[FN_INT8_LINEAR_WEIGHT_SCALE].address + first;
     const int64_t zero = o[FN_INT8_LINEAR_ZERO_POINT].kind ? ((const int32_t *)o[FN_INT8_LINEAR_ZERO_POINT].address)[m] : 0;
-    float y[FN_PRODUCT_COLUMNS + UNIT];
+    float y[FN_PRODUCT_COLUMNS];
     if (zero)
         for (int i = 0; i < n; i++) y[i] = (float)(sums[i] - zero * b->of_columns[i]);
     else

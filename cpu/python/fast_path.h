@@ -1,6 +1,6 @@
 /*
  * Shared by the files of the fast path, in the order in which they know each other: fast_path_operands.c reads a tensor,
- * fast_path_quantized.c, _gated.c, _rotated.c, _log_prob.c, _modulated.c, _linear.c and _attention.c read the operands of those operations, and
+ * fast_path_quantized.c, _gated.c, _rotated.c, _log_prob.c, _modulated.c, _products.c and _attention.c read the operands of those operations, and
  * fast_path_forward.c those of a norm before or after them; fast_path_backward.c reads gradients. fast_path_entries.c is what Python calls, fast_path.c the module.
  */
 #ifndef FUSEDNORM_FAST_PATH_H
@@ -204,7 +204,7 @@ struct fn_call_kind {
 fn_call_run fn_rotate; /* fast_path_rotated.c: heads that are normalised and rotated */
 fn_call_run fn_find_log_prob, fn_find_log_prob_gradient; /* fast_path_log_prob.c: on a CPU */
 fn_call_run fn_modulate, fn_modulate_gradients; /* fast_path_modulated.c: on a CPU */
-fn_call_run fn_multiply; /* fast_path_linear.c: on a CPU */
+fn_call_run fn_multiply, fn_multiply_int8; /* fast_path_products.c: on a CPU */
 fn_call_run fn_attend_on_fast_path; /* fast_path_attention.c: on a CPU */
 extern const struct fn_call_kind fn_call_kinds[]; /* fast_path_forward.c; the last has no name */
 const struct fn_call_kind *fn_call_kind_named(const char *name); /* NULL if there is none */

@@ -34,6 +34,7 @@ const struct fn_call_kind fn_call_kinds[] = {
     {"modulate", "y scale shift round_steps out out_dtype", 6, fn_modulate},
     {"modulate_backward", "y scale shift round_steps d needs", 6, fn_modulate_gradients},
     {"linear", "x weight bias out_dtype out", 5, fn_multiply},
+    {"int8_linear", "q scale weight weight_scale bias zero_point out_dtype out", 8, fn_multiply_int8},
     {"attention", "q k v sinks mask scale causal window softcap out", 10, fn_attend_on_fast_path},
     {NULL, NULL, 0, NULL},
 };

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from fusednorm.calls.checks import requires_grad
+from fusednorm.calls.fast_path import Entry
 from fusednorm.calls.int8_checks import check_int8_linear
 from fusednorm.declare.declaration import Declaration, Operand, Result, Role
 from fusednorm.operations.front_door import Operation
 from fusednorm.reference import int8_products
+
+#: As C takes a call without an output, of the operator too.
+_TAKEN = "q scale weight weight_scale bias zero_point out_dtype"
 
 _INT8_LINEAR = Operation(
     Declaration(
@@ -28,8 +33,10 @@ _INT8_LINEAR = Operation(
         checks=check_int8_linear,
         samples=({"out_dtype": torch.bfloat16}, {}),
         refused=(({"out_dtype": torch.float64}, TypeError, "out_dtype must be float16, bfloat16 or float32"),),
-    )
+    ),
+    fast=Entry("int8_linear", _TAKEN).open(),
 )
+_on_fast_path = _INT8_LINEAR.open(Entry("int8_linear", f"{_TAKEN} out"))
 
 
 @_INT8_LINEAR.public
@@ -70,6 +77,10 @@ def int8_linear(
         TypeError: an operand is no tensor, or of another dtype.
         ValueError: shapes, devices or memory do not fit.
     """
+    if not is_dynamo_compiling():
+        found: Tensor | None = _on_fast_path(q, scale, weight, weight_scale, bias, zero_point, out_dtype, out)
+        if found is not None:
+            return found
     if torch.is_grad_enabled() and requires_grad(scale, weight_scale, bias):
         raise RuntimeError(
             "int8_linear(): one of the arguments requires grad, and products of int8 have no gradients; wrap the call "

@@ -1,4 +1,4 @@
-"""Products in C: where its blocks end, several threads, long rows, and calls that are interrupted."""
+"""Products in C: where its blocks end, several threads, long rows, and calls that are interrupted; also of int8."""
 
 import itertools
 import threading
@@ -114,3 +114,37 @@ def test_a_long_product_is_interrupted():
     with interrupted(after=0.02):
         fusednorm.linear(x, weight.expand(6000, 4096), out=out)
     assert (out[:, -1] == -1).all()
+
+
+@takes_interrupts
+def test_a_long_product_of_int8_is_interrupted():
+    """The same."""
+    q, weight = torch.ones(2048, 8192, dtype=torch.int8), torch.ones(1, 8192, dtype=torch.int8).expand(3000, 8192)
+    out = torch.full((2048, 3000), -1.0)
+    with interrupted(after=0.02):
+        fusednorm.int8_linear(q, torch.ones(2048, 1), weight, torch.ones(3000), out=out)
+    assert (out[:, -1] == -1).all()
+
+
+def test_int8_products_in_several_threads():
+    """And of several callers at once, each with rows of its own."""
+    q = torch.randint(-128, 128, (4, 70, 300), generator=torch.Generator().manual_seed(0)).to(torch.int8)
+    weight = torch.randint(-128, 128, (500, 300), generator=torch.Generator().manual_seed(1)).to(torch.int8)
+    scale, weight_scale = torch.rand(70, 1), torch.rand(500)
+    exact = [(rows.double() @ weight.double().t()).float() * weight_scale * scale for rows in q]
+    for isa in cpu.variants():
+        for count in (1, 2, 5):
+            with cpu.use_variant(isa), threads(count):
+                assert fusednorm.int8_linear(q[0], scale, weight, weight_scale).equal(exact[0]), (isa, count)
+        found = [None] * len(q)
+
+        def work(i, found=found):
+            found[i] = [fusednorm.int8_linear(q[i], scale, weight, weight_scale) for _ in range(20)]
+
+        with cpu.use_variant(isa):
+            workers = [threading.Thread(target=work, args=(i,)) for i in range(len(q))]
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join()
+        assert all(y.equal(wanted) for several, wanted in zip(found, exact, strict=True) for y in several), isa
