@@ -390,8 +390,8 @@ static FN_NOINLINE void score_strip(const float *q, int64_t q_step, const float 
 
 /* Adds n keys' values of a slice, which lie SLICE apart, times the weights of one row or four, to their sums. */
 FN_INLINE void add_slice(int rows, const float *e, int64_t e_step, const float *v, int64_t n, float *sums, int64_t step) {
-#define SUM(r, c) (sums + (r) * step + (c) * P_LANES)
-#define BEGIN(r, c) P s##r##c = r < rows ? p_load(F32, (const char *)SUM(r, c)) : p_zero();
+#define SUMS_AT(r, c) (sums + (r) * step + (c) * P_LANES)
+#define BEGIN(r, c) P s##r##c = r < rows ? p_load(F32, (const char *)SUMS_AT(r, c)) : p_zero();
 #define BEGIN_ROW(r) EACH_VECTOR_OF_SLICE(BEGIN, r)
     EACH_ROW(BEGIN_ROW)
 #define VALUE(r, c) const P v##c = p_load(F32, (const char *)(v + i * SLICE + (c) * P_LANES));
@@ -405,10 +405,10 @@ FN_INLINE void add_slice(int rows, const float *e, int64_t e_step, const float *
         EACH_VECTOR_OF_SLICE(VALUE, 0)
         EACH_ROW(TERMS)
     }
-#define END(r, c) if (r < rows) p_store(SUM(r, c), s##r##c);
+#define END(r, c) if (r < rows) p_store(SUMS_AT(r, c), s##r##c);
 #define END_ROW(r) EACH_VECTOR_OF_SLICE(END, r)
     EACH_ROW(END_ROW)
-#undef SUM
+#undef SUMS_AT
 #undef BEGIN
 #undef BEGIN_ROW
 #undef VALUE
