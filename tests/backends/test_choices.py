@@ -25,8 +25,20 @@ DIGESTS = {"intel": "59fdac2fbe430a59", "zen4": "8b89474f5b21d147", "zen5": "aa6
 
 def choices(root, *arguments):
     """The program's lines: of a processor, an instruction set, kinds and an operation, wherever a choice changes."""
-    run = [str(root / f"cpu/run/{name}.c") for name in ("isa", "threads", "scratch", "tuning", "run")]
-    run += [str(root / f"cpu/run/{name}.c") for name in ("gate", "backward", "chain", "rotate", "declared", "attention")]
+    around = (
+        "isa",
+        "threads",
+        "scratch",
+        "tuning",
+        "run",
+        "gate",
+        "backward",
+        "chain",
+        "rotate",
+        "declared",
+        "attention",
+    )
+    run = [str(root / f"cpu/run/{name}.c") for name in around]
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder, "choices")
         options = ("-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-rdynamic", f"-I{root}/cpu")
