@@ -151,7 +151,7 @@ def forward(call: AnyCall) -> None:
 
 def _packed(call: AnyCall, threads: int) -> Iterator[bytes]:
     """The call as C takes it, a long one in parts of half a second on one thread: an interrupt is seen between them."""
-    if isinstance(call, Call) and call.name in ("linear", "int8_linear"):
+    if isinstance(call, Call) and call.name in c_abi.PRODUCTS:
         for part in _parts_of_products(call):
             yield c_abi.pack_declared(part, threads)
     elif isinstance(call, Call) and call.name in ("attention", "paged_attention"):

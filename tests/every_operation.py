@@ -179,13 +179,9 @@ def of_role(role, count):
 def of_operand(operand, count):
     """The same, of the only dtype that an operand may have, if there is one."""
     t = of_role(operand.role, count)
-    return (
-        t
-        if operand.dtype is None
-        else t.to(operand.dtype)
-        if operand.dtype.is_floating_point
-        else (t * 20).to(operand.dtype)
-    )
+    if operand.dtype is None:
+        return t
+    return (t if operand.dtype.is_floating_point else t * 20).to(operand.dtype)
 
 
 def _of_keys():

@@ -72,11 +72,12 @@ enum fn_share {
     FN_ROWS = 0, FN_COLUMNS_OF_SUMS = 1, FN_COLUMNS_OF_BLOCKS = 2, FN_BLOCKS = 3, FN_COLUMNS = 4, FN_ELEMENTS = 5
 };
 
-/* Limits of kernels for GPUs. BLOCKS_IN_LANE: blocks of rows that a thread adds up, of a kernel that takes the more
- * columns the fewer blocks there are. MOST_ALIGNED: the largest number of bytes that any kernel wants addresses to be
- * multiples of. */
+/* Limits of kernels, but for the last one for GPUs. BLOCKS_IN_LANE: blocks of rows that a thread adds up, of a kernel
+ * that takes the more columns the fewer blocks there are. MOST_ALIGNED: the largest number of bytes that any kernel
+ * wants addresses to be multiples of. INT8_LONGEST: the elements of the longest rows whose sums of products int32
+ * holds; 2^14 times so many is below 2^31. */
 enum fn_limit {
-    FN_BLOCKS_IN_LANE = 8, FN_MOST_ALIGNED = 32
+    FN_BLOCKS_IN_LANE = 8, FN_MOST_ALIGNED = 32, FN_INT8_LONGEST = 131071
 };
 
 /* The names of enum fn_activation, in its order. */

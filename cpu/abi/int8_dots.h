@@ -4,8 +4,7 @@
 
 #include <stdint.h>
 
-/* The longest rows whose sums int32 holds, and the elements of whose multiples rows have room. */
-enum { FN_INT8_LONGEST = 131071, FN_INT8_VECTOR = 64 };
+enum { FN_INT8_VECTOR = 64 }; /* the elements of whose multiples rows have room */
 
 struct fn_int8_dots {
     int64_t size; /* bytes of an element of a row, as take_row writes it */

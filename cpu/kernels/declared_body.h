@@ -13,8 +13,8 @@ typedef void add_terms_of_row(const struct fn_declared *job, int kind, const str
 
 #include "kernels/log_prob_body.h"
 #include "kernels/modulate_body.h"
-#include "kernels/int8_body.h"
 #include "kernels/product_body.h"
+#include "kernels/int8_body.h"
 
 void FN_OF(declared_row)(const struct fn_declared *job, int64_t m, const struct fn_row_work *work) {
     switch (job->operation) {
@@ -22,6 +22,11 @@ void FN_OF(declared_row)(const struct fn_declared *job, int64_t m, const struct 
     case FN_MODULATE_BACKWARD: modulate_row(job, modulated_kind(job), m, 0, job->hidden); break;
     default: log_prob_row(job, m, work);
     }
+}
+
+void FN_OF(declared_products)(const struct fn_declared *job, const struct fn_int8_dots *dots, int64_t begin, int64_t end, char *room) {
+    if (job->operation == FN_INT8_LINEAR) int8_products(job, dots, begin, end, room);
+    else float_products(job, begin, end, room);
 }
 
 /* A sum: the rowsum of docs/spec.md, section 5, whose blocks are added in the order of cpu/run/backward.c. */

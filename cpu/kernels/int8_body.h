@@ -1,6 +1,6 @@
-/* Products of rows of int8 with a weight of int8 (docs/spec.md, section 16), included by declared_body.h. */
+/* Products of rows of int8 with a weight of int8 (docs/spec.md, section 16), included by declared_body.h behind product_body.h. */
 
-/* What a block works on: rows as `with` takes them, and behind them one of ones, whose sums are those of the columns. */
+/* What a block works on: rows as `with` takes them, and behind them, where there are zero points, one of ones: its sums are those of the columns. */
 struct int8_block {
     const struct fn_declared *job;
     const struct fn_int8_dots *with;
@@ -19,6 +19,7 @@ static void take_int8_rows(struct int8_block *b, int64_t begin, int64_t end) {
         for (int64_t k = 0; b->with->offset && k < hidden; k++) sum += row[k];
         b->of_row[m - begin] = sum * (int32_t)b->with->offset;
     }
+    if (!b->job->operand[FN_INT8_LINEAR_ZERO_POINT].kind) return;
     int8_t *const ones = (int8_t *)b->of_columns; /* which is written later, and has room for a row */
     memset(ones, 1, (size_t)hidden);
     b->with->take_row(ones, hidden, b->x + (end - begin) * b->row_step);
@@ -26,7 +27,7 @@ static void take_int8_rows(struct int8_block *b, int64_t begin, int64_t end) {
 
 /* Scales the sums of row m in columns [first, first + n), adds the bias, and rounds. */
 static void end_int8_row(const struct int8_block *b, int64_t m, int64_t first, int n, const int32_t *sums) {
-    const struct fn_operand *const o = b->job->operand, *const bias = &o[FN_INT8_LINEAR_BIAS];
+    const struct fn_operand *const o = b->job->operand;
     const float scale = ((const float *)o[FN_INT8_LINEAR_SCALE].address)[m];
     const float *const of_weight = (const float *)o[FN_INT8_LINEAR_WEIGHT_SCALE].address + first;
     const int64_t zero = o[FN_INT8_LINEAR_ZERO_POINT].kind ? ((const int32_t *)o[FN_INT8_LINEAR_ZERO_POINT].address)[m] : 0;
@@ -36,13 +37,7 @@ static void end_int8_row(const struct int8_block *b, int64_t m, int64_t first, i
     else
         for (int i = 0; i < n; i++) y[i] = (float)sums[i];
     for (int i = 0; i < n; i++) y[i] = y[i] * of_weight[i] * scale;
-    char *const row = fn_row_of(b->job, FN_INT8_LINEAR_OUT, m);
-    for (int i = 0; i < n; i += UNIT) {
-        const int count = n - i < UNIT ? n - i : UNIT;
-        U u = u_load(F32, y, i, count);
-        if (bias->kind) u = u_add(u, load_any(bias->kind, (const char *)bias->address, first + i, count));
-        store_any(o[FN_INT8_LINEAR_OUT].kind, row, first + i, count, u);
-    }
+    end_products(b->job, FN_INT8_LINEAR_BIAS, FN_INT8_LINEAR_OUT, m, first, n, y);
 }
 
 /* Rows [begin, end), which lie at x, and columns [first, first + n). */
@@ -63,9 +58,7 @@ static void int8_block(const struct int8_block *b, int64_t begin, int64_t end, i
     }
 }
 
-/* Blocks [begin, end): those of the same rows one after the other. */
 static void int8_products(const struct fn_declared *job, const struct fn_int8_dots *dots, int64_t begin, int64_t end, char *room) {
-    const int64_t columns = fn_product_columns(job), blocks = (job->columns + columns - 1) / columns;
     struct int8_block b = {.job = job, .with = dots, .x = room};
     b.row_step = fn_int8_row(b.with->size, job->hidden);
     const int64_t rows = job->rows < FN_PRODUCT_ROWS ? job->rows : FN_PRODUCT_ROWS;
@@ -73,10 +66,9 @@ static void int8_products(const struct fn_declared *job, const struct fn_int8_do
     b.of_columns = b.sums + rows * FN_PRODUCT_COLUMNS;
     int64_t taken = -1;
     for (int64_t i = begin; i < end; i++) {
-        const int64_t m = i / blocks * FN_PRODUCT_ROWS, last = job->rows - m < FN_PRODUCT_ROWS ? job->rows : m + FN_PRODUCT_ROWS;
-        const int64_t first = i % blocks * columns, left = job->columns - first;
-        if (taken != m) take_int8_rows(&b, m, last);
-        taken = m;
-        int8_block(&b, m, last, first, (int)(left < columns ? left : columns));
+        const struct place at = place_of_block(job, i);
+        if (taken != at.begin) take_int8_rows(&b, at.begin, at.end);
+        taken = at.begin;
+        int8_block(&b, at.begin, at.end, at.first, at.columns);
     }
 }

@@ -48,10 +48,22 @@ FN_INLINE float halve_sums_of_product(float *s) {
 #endif
 }
 
-/* Adds the bias to products of a row, and rounds them into columns [begin, begin + n) of out. */
-static void end_products(const struct fn_declared *job, int64_t m, int64_t begin, int n, float *y) {
-    const struct fn_operand *const bias = &job->operand[FN_LINEAR_BIAS], *const out = &job->operand[FN_LINEAR_OUT];
-    char *const row = fn_row_of(job, FN_LINEAR_OUT, m);
+/* The rows and columns of a block: those of the same rows come one after the other. */
+struct place {
+    int64_t begin, end, first;
+    int columns;
+};
+static struct place place_of_block(const struct fn_declared *job, int64_t i) {
+    const int64_t columns = fn_product_columns(job), blocks = (job->columns + columns - 1) / columns;
+    const int64_t m = i / blocks * FN_PRODUCT_ROWS, first = i % blocks * columns, left = job->columns - first;
+    const int64_t end = job->rows - m < FN_PRODUCT_ROWS ? job->rows : m + FN_PRODUCT_ROWS;
+    return (struct place){m, end, first, (int)(left < columns ? left : columns)};
+}
+
+/* Adds operand `of_bias` to products of a row, and rounds them into columns [begin, begin + n) of operand `of_out`. */
+static void end_products(const struct fn_declared *job, int of_bias, int of_out, int64_t m, int64_t begin, int n, float *y) {
+    const struct fn_operand *const bias = &job->operand[of_bias], *const out = &job->operand[of_out];
+    char *const row = fn_row_of(job, of_out, m);
     for (int i = 0; i < n; i += UNIT) {
         const int count = n - i < UNIT ? n - i : UNIT;
         U u = u_load(F32, y, i, count);
@@ -249,7 +261,7 @@ static void block_of_products(struct block *b, int64_t begin, int64_t end, int64
     float y[FN_PRODUCT_COLUMNS];
     for (int64_t m = begin; m < end; m++) {
         for (c = 0; c < columns; c++) y[c] = halve_sums_of_product(b->sums + ((m - begin) * FN_PRODUCT_COLUMNS + c) * SUMS);
-        end_products(job, m, first, columns, y);
+        end_products(job, FN_LINEAR_BIAS, FN_LINEAR_OUT, m, first, columns, y);
     }
 }
 
@@ -276,7 +288,7 @@ static void products_of_few_rows(const struct fn_declared *job, int64_t begin, i
             add(x, padded, (const char *)weight->address + (first + c) * step, job->hidden, sums);
             for (int r = 0; r < rows; r++) y[r][c] = halve_sums_of_product(sums + r * SUMS);
         }
-        for (int r = 0; r < rows; r++) end_products(job, r, first, columns, y[r]);
+        for (int r = 0; r < rows; r++) end_products(job, FN_LINEAR_BIAS, FN_LINEAR_OUT, r, first, columns, y[r]);
     }
 }
 #endif
@@ -312,17 +324,12 @@ static void block_of_doubles(const struct fn_declared *job, int64_t begin, int64
     }
 }
 
-void FN_OF(declared_products)(const struct fn_declared *job, const struct fn_int8_dots *dots, int64_t begin, int64_t end, char *room) {
-    if (job->operation == FN_INT8_LINEAR) {
-        int8_products(job, dots, begin, end, room);
-        return;
-    }
+static void float_products(const struct fn_declared *job, int64_t begin, int64_t end, char *room) {
     const int64_t x_kind = job->operand[FN_LINEAR_X].kind, w_kind = job->operand[FN_LINEAR_WEIGHT].kind;
-    const int64_t columns = fn_product_columns(job), blocks = (job->columns + columns - 1) / columns;
     const int fused = fn_element_size(x_kind) == 2 && fn_element_size(w_kind) == 2;
 #if defined(P_LANES)
     if (!job->wide && job->rows <= (job->hidden <= FN_SHORT_ROW ? FN_FEW_ROWS : 1) && tiles[w_kind][fused]) {
-        const int64_t last = end * columns;
+        const int64_t columns = fn_product_columns(job), last = end * columns;
         products_of_few_rows(job, begin * columns, last < job->columns ? last : job->columns, (float *)(void *)room);
         return;
     }
@@ -332,15 +339,13 @@ void FN_OF(declared_products)(const struct fn_declared *job, const struct fn_int
                       .step = fn_step(&job->operand[FN_LINEAR_WEIGHT])};
     int64_t widened = -1;
     for (int64_t i = begin; i < end; i++) {
-        const int64_t m = i / blocks * FN_PRODUCT_ROWS, last = job->rows - m < FN_PRODUCT_ROWS ? job->rows : m + FN_PRODUCT_ROWS;
-        const int64_t first = i % blocks * columns, left = job->columns - first;
-        const int n = (int)(left < columns ? left : columns);
+        const struct place at = place_of_block(job, i);
         if (job->wide) {
-            block_of_doubles(job, m, last, first, n, (double *)(void *)room);
+            block_of_doubles(job, at.begin, at.end, at.first, at.columns, (double *)(void *)room);
             continue;
         }
-        if (widened != m) widen_rows_of_products(job, m, last, 4, x);
-        widened = m;
-        block_of_products(&b, m, last, first, n, x + fn_round_up(last - m, 4) * b.padded);
+        if (widened != at.begin) widen_rows_of_products(job, at.begin, at.end, 4, x);
+        widened = at.begin;
+        block_of_products(&b, at.begin, at.end, at.first, at.columns, x + fn_round_up(at.end - at.begin, 4) * b.padded);
     }
 }

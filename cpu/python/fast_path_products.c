@@ -11,6 +11,7 @@ struct given {
     struct fn_call call;
     struct fn_declared job; /* follows the call in memory, as fn_run expects it */
     tensor operand[ZERO_POINT + 1];
+    int weight; /* which operand it is */
 };
 
 /* Describes rows, the first operand, and a weight with rows of their length. Returns 0 if a thread would take half a second or more:
@@ -21,6 +22,7 @@ static int describe(struct given *g, int operation, int weight) {
     fn_take_rows(&g->call, &g->operand[0]);
     g->call.flags = FN_DECLARED_ONLY;
     job->operation = operation;
+    g->weight = weight;
     job->rows = job->inner = g->call.rows, job->hidden = g->call.hidden, job->columns = g->operand[weight].shape[0];
     job->operand[0].outer_stride = job->inner * job->operand[0].stride;
     g->call.rows = fn_product_elements(job) / job->hidden; /* whether the call is short depends on all elements that it reads */
@@ -92,9 +94,9 @@ static int may_write(const struct given *g, int last, const output *out) {
     if (!out->o.kind || !fn_same_rows(&out->t, &g->operand[0], job->columns) || (out->o.kind == FN_F64 && !job->wide)) return 0;
     fn_extent all[ZERO_POINT + 2];
     for (int i = 0; i <= last; i++) {
-        const int is_rows = i == 0, is_weight = i == (job->operation == FN_LINEAR ? WEIGHT : WEIGHT_OF_INT8);
-        const int64_t numbers = job->operation == FN_INT8_LINEAR && (i == SCALE || i == ZERO_POINT) ? job->rows : job->columns;
-        all[i] = fn_extent_of_rows(&o[i], is_rows ? job->rows : is_weight ? job->columns : 1, is_rows || is_weight ? job->hidden : numbers);
+        if (i == 0) all[i] = fn_extent_of_rows(&o[i], job->rows, job->hidden);
+        else if (i == g->weight) all[i] = fn_extent_of_rows(&o[i], job->columns, job->hidden);
+        else all[i] = fn_extent_of_rows(&o[i], 1, o[i].kind ? fn_elements(&g->operand[i]) : 0);
     }
     all[last + 1] = fn_extent_of_rows(&out->o, job->rows, job->columns);
     return !out->given || fn_may_write(all, last + 1, 0);

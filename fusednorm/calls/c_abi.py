@@ -298,6 +298,9 @@ def pack_rotate(call: Rotate, threads: int = 1) -> bytes:
     )
 
 
+#: The operations that multiply rows by those of a weight, and so have results of another length.
+PRODUCTS = frozenset(("linear", "int8_linear"))
+
 _DECLARED_OF = {of.name.lower(): of.value for of in DeclaredOf}
 _OPERANDS_OF_DECLARED, _FLAGS_OF_DECLARED = 16, 16
 
@@ -318,7 +321,7 @@ def pack_declared(call: Call, threads: int = 1) -> bytes:
         number = _DECLARED_OF.get(f"{name}_backward", number)
     operands: list[int] = []
     of_sums, given, types = 0, 0, ""
-    columns = call.out.shape[-1] if name in ("linear", "int8_linear") else 0
+    columns = call.out.shape[-1] if name in PRODUCTS else 0
     for place, (operand, tensor) in enumerate(tensors.items()):
         if tensor is None:
             operands += _ABSENT

@@ -152,15 +152,17 @@ class Share(IntEnum):
 
 
 class Limit(IntEnum):
-    """Limits of kernels for GPUs.
+    """Limits of kernels, but for the last one for GPUs.
 
     BLOCKS_IN_LANE: blocks of rows that a thread adds up, of a kernel that takes the more columns the fewer
     blocks there are. MOST_ALIGNED: the largest number of bytes that any kernel wants addresses to be multiples
-    of.
+    of. INT8_LONGEST: the elements of the longest rows whose sums of products int32 holds; 2^14 times so many is
+    below 2^31.
     """
 
     BLOCKS_IN_LANE = 8
     MOST_ALIGNED = 32
+    INT8_LONGEST = 131_071
 
 
 def header() -> str:

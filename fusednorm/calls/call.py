@@ -24,6 +24,9 @@ Strides: TypeAlias = tuple[int, int]
 #: The dtypes of operands.
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
+#: Those of rows that are computed in float32.
+NARROW_FLOATS = FLOATS[:3]
+
 #: The names of the functions that a gate goes through.
 ACTIVATIONS = tuple(one.name.lower() for one in Activation if one is not Activation.SOFTCAP)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from fusednorm.calls import fast_path, memory
-from fusednorm.calls.call import ACTIVATIONS, FLOATS, Flags, GateSteps, accumulator
+from fusednorm.calls.call import ACTIVATIONS, FLOATS, NARROW_FLOATS, Flags, GateSteps, accumulator
 from fusednorm.calls.memory import Memory, lies_in_rows, overlaps_itself, share_memory
 from fusednorm.calls.quantization import MOST, Quantization, _fields_of, is_given
 from fusednorm.calls.scalars import number
@@ -618,7 +618,7 @@ def check_gradients(
     ``asked``: the dtypes of x, the residual, out and residual_out, None where there is none or it is the default.
     """
     x_dtype = asked[0]
-    narrow = all(dtype is None or dtype in FLOATS[:3] for dtype in (h.dtype, *asked))
+    narrow = all(dtype is None or dtype in NARROW_FLOATS for dtype in (h.dtype, *asked))
     fit = narrow and in_memory and len(needs) == 3 and usual((h, dy, weight, d_residual_out)) and _dense((rstd,), True)
     if fit and (rstd.shape, rstd.dtype, rstd.device) == (h.shape[:-1], torch.float32, h.device):
         return

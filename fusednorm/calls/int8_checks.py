@@ -8,13 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusednorm.calls.c_enums import Limit
+from fusednorm.calls.call import NARROW_FLOATS
 from fusednorm.calls.checks import check_dense, check_device, check_memory, refuse_type
 
-#: The longest rows whose sums of products int32 holds: 2^14 times so many is below 2^31.
-LONGEST = 131_071
-
-#: The dtypes of results, and of the bias.
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_LONGEST = Limit.INT8_LONGEST.value  # torch's symbolic sizes are compared with plain numbers only
 
 #: The dtypes of operands, and what makes one.
 _DTYPES: Mapping[str, tuple[tuple[torch.dtype, ...], str]] = {
@@ -22,7 +20,7 @@ _DTYPES: Mapping[str, tuple[tuple[torch.dtype, ...], str]] = {
     "scale": ((torch.float32,), "pass the scale that fusednorm.quantize returns"),
     "weight": ((torch.int8,), "fusednorm.Int8Linear.from_linear makes it of a torch.nn.Linear"),
     "weight_scale": ((torch.float32,), "convert it, for instance weight_scale.float()"),
-    "bias": (_FLOATS, "convert it, for instance bias.float()"),
+    "bias": (NARROW_FLOATS, "convert it, for instance bias.float()"),
     "zero_point": ((torch.int32,), "pass the zero point that fusednorm.quantize returns"),
 }
 
@@ -45,7 +43,7 @@ def check_int8_linear(operands: Mapping[str, Any], flags: Mapping[str, Any], in_
         if in_memory:
             check_memory(name, tensor)
     out_dtype = flags["out_dtype"]
-    if out_dtype is not None and out_dtype not in _FLOATS:
+    if out_dtype is not None and out_dtype not in NARROW_FLOATS:
         raise TypeError(
             f"out_dtype must be float16, bfloat16 or float32, got {str(out_dtype).removeprefix('torch.')}; leave it "
             "out for float32"
@@ -57,9 +55,9 @@ def _check_shape(name: str, tensor: Tensor, operands: Mapping[str, Any]) -> None
     q, shape = operands["q"], list(tensor.shape)
     match name:
         case "q":
-            if not shape or not 0 < shape[-1] <= LONGEST:
+            if not shape or not 0 < shape[-1] <= _LONGEST:
                 raise ValueError(
-                    f"q must be [..., K] with K of 1 to {LONGEST}, so that int32 holds each sum, got shape {shape}"
+                    f"q must be [..., K] with K of 1 to {_LONGEST}, so that int32 holds each sum, got shape {shape}"
                     + ("; add up products of parts of K" if shape and shape[-1] else "")
                 )
         case "weight":

@@ -12,7 +12,7 @@ from torch.compiler import is_dynamo_compiling
 
 from fusednorm.calls import must_be_seen
 from fusednorm.calls.arithmetic import exact
-from fusednorm.calls.call import FLOATS, Flags
+from fusednorm.calls.call import NARROW_FLOATS, Flags
 from fusednorm.calls.checks import (
     check_apart,
     check_flags,
@@ -112,7 +112,7 @@ class Operation(Operator):
             if (out := arguments.get(result)) is None:
                 continue
             if self.declaration.checks is not None:
-                if arguments.get(flag) is None and getattr(out, "dtype", None) in FLOATS[:3]:  # no other one fits
+                if arguments.get(flag) is None and getattr(out, "dtype", None) in NARROW_FLOATS:  # no other one fits
                     arguments[flag] = out.dtype
             else:
                 rows = arguments[self.plan.rows]

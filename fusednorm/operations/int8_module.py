@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from fusednorm.operations.int8_linear import int8_linear
+from fusednorm.operations.modules import check_linear
 from fusednorm.operations.quantize import quantize
 from fusednorm.quantizations import VLLM_INT8_TOKEN_CPU
 
@@ -61,14 +62,7 @@ class Int8Linear(torch.nn.Module):
             TypeError: it is no such module, or its weight is float64.
             ValueError: its weight has no shape yet, or a number of it is not finite.
         """
-        from fusednorm.operations.modules import Linear
-
-        known = torch.nn.Linear.forward, Linear.forward
-        if not isinstance(module, torch.nn.Linear) or type(module).forward not in known:
-            raise TypeError(
-                "module must be a torch.nn.Linear with torch's forward pass, whose product is that of its weight; got "
-                f"{type(module).__name__}"
-            )
+        check_linear(module)
         if is_lazy(module.weight):
             raise ValueError("module must have a weight with a shape; run a LazyLinear once")
         weight = module.weight.detach()

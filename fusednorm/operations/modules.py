@@ -415,6 +415,16 @@ def as_autocast(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
     return tuple(t if t is None or t.dtype in stays or not t.is_floating_point() else t.to(to) for t in operands)
 
 
+def check_linear(module: Any) -> None:
+    """Raises TypeError unless a module multiplies by its weight as a ``torch.nn.Linear`` does."""
+    known = torch.nn.Linear.forward, Linear.forward
+    if not isinstance(module, torch.nn.Linear) or type(module).forward not in known:
+        raise TypeError(
+            "module must be a torch.nn.Linear with torch's forward pass, whose product is that of its weight; got "
+            f"{type(module).__name__}"
+        )
+
+
 class Linear(torch.nn.Linear):
     """``torch.nn.Linear`` by :func:`fusednorm.linear`: same arguments, same state_dict.
 
@@ -441,14 +451,7 @@ class Linear(torch.nn.Linear):
             TypeError: it is no such module.
             ValueError: its weight is no parameter of its own, or has no shape yet.
         """
-        if not isinstance(module, torch.nn.Linear) or type(module).forward not in (
-            torch.nn.Linear.forward,
-            Linear.forward,
-        ):
-            raise TypeError(
-                "module must be a torch.nn.Linear with torch's forward pass, whose product is that of its weight; got "
-                f"{type(module).__name__}"
-            )
+        check_linear(module)
         weight = module._parameters.get("weight")
         if weight is None or is_lazy(weight):
             raise ValueError(

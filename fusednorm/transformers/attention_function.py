@@ -213,10 +213,16 @@ _KNOWN |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 
 
 @functools.cache
+def _forward_of(of_class: type) -> tuple[Any, ast.FunctionDef]:
+    """A class's forward pass, and its syntax tree, which is not to be changed."""
+    return source(cast(Any, of_class).forward)
+
+
+@functools.cache
 def _left_alone(of_class: type) -> str | None:
     """Why a class's attention is not fusednorm's, by the source of its forward pass; None if it is."""
     try:
-        _, tree = source(cast(Any, of_class).forward)
+        _, tree = _forward_of(of_class)
     except LeftAloneError as error:
         return str(error)
     for call in _calls(tree):
@@ -248,7 +254,7 @@ def attention_steps(module: torch.nn.Module) -> list[tuple[str, dict[str, Any]]]
     named = getattr(getattr(module, "config", None), "_attn_implementation", None) == NAME
     if not (named and calls_attention(module)) or _left_alone(of_class := _of_code(module)):
         return []
-    function, tree = source(cast(Any, of_class).forward)
+    function, tree = _forward_of(of_class)
     steps: list[tuple[str, dict[str, Any]]] = []
     for call in _calls(tree):
         words = {name: evaluated(ast.unparse(value), function, module) for name, value in _words(call).items()}

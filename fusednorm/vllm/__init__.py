@@ -3,19 +3,15 @@
 vLLM calls :func:`register` in each of its processes (entry-point group ``vllm.general_plugins``).
 """
 
-import logging
 import os
 from functools import partial
 from typing import NamedTuple
 
-from fusednorm.version import __version__
 from fusednorm.vllm import attention, layers, log_probs, products, providers
+from fusednorm.vllm.log import say, warn_left
 from fusednorm.vllm.roundings import HUGGINGFACE
 
 __all__ = ["MODES", "register"]
-
-# A child of vLLM's own logger, so vLLM's log shows its messages.
-_logger = logging.getLogger("vllm.fusednorm")
 
 #: The values of FUSEDNORM_VLLM, and the provider that vLLM then prefers. ``,gpu`` may follow all but the last.
 MODES = {**providers.BY_CONTRACT, "off": None}
@@ -80,7 +76,7 @@ def register() -> None:
     mode = found.mode
     provider = MODES[mode]
     if provider is None:
-        _logger.info("fusednorm %s: FUSEDNORM_VLLM=off, vLLM keeps its own RMSNorm", __version__)
+        say("FUSEDNORM_VLLM=off, vLLM keeps its own RMSNorm")
         return
     try:
         from vllm.config.kernel import IrOpPriorityConfig
@@ -99,22 +95,19 @@ def register() -> None:
     providers.add(vllms)
     on_cpu = platform.device_type == "cpu"
     if not on_cpu and not found.on_gpus:
-        _logger.info(
-            "fusednorm %s: vLLM keeps its own RMSNorm on %s, because fusednorm's kernels have not been run on a GPU "
-            "yet; FUSEDNORM_VLLM=%s,gpu has vLLM prefer fusednorm there too",
-            __version__,
-            platform.device_type,
-            mode,
+        say(
+            f"vLLM keeps its own RMSNorm on {platform.device_type}, because fusednorm's kernels have not been run on a "
+            f"GPU yet; FUSEDNORM_VLLM={mode},gpu has vLLM prefer fusednorm there too"
         )
         return
     with_products = found.products and on_cpu
     providers.prefer(mode, platform, f"{mode}, {'' if with_products else 'own '}products")
-    _logger.info("fusednorm %s: vLLM prefers its provider %s (FUSEDNORM_VLLM=%s)", __version__, provider, setting)
+    say(f"vLLM prefers its provider {provider} (FUSEDNORM_VLLM={setting})")
     if on_cpu:
         layers.replace_in_workers(platform, partial(_replace, found))
     for kept, what in ((not with_products, "products of matrices"), (not (found.attention and on_cpu), "attention")):
         if mode == HUGGINGFACE and kept:
-            _logger.info("fusednorm %s: vLLM keeps its own %s", __version__, what)
+            say(f"vLLM keeps its own {what}")
 
 
 def _replace(found: Request) -> None:
@@ -133,9 +126,4 @@ def _decline(reason: str) -> None:
     import vllm
 
     found = getattr(vllm, "__version__", "of unknown version")
-    _logger.warning(
-        "fusednorm %s leaves vLLM %s as it was: %s. It was tested with vLLM 0.32.0; FUSEDNORM_VLLM=off silences this.",
-        __version__,
-        found,
-        reason,
-    )
+    warn_left(f"vLLM {found} as it was: {reason}. It was tested with vLLM 0.32.0; FUSEDNORM_VLLM=off silences this.")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,9 +15,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.operations.attention import paged_attention
-from fusednorm.version import __version__
-
-_logger = logging.getLogger("vllm.fusednorm")
+from fusednorm.vllm.log import say, warn_left
 
 #: The parameters that vLLM hands to methods of its class, by their names; the plug-in's class takes the same.
 _PARAMETERS = {
@@ -75,15 +72,14 @@ def replace() -> None:
     """Has vLLM take the plug-in's class for its attention on CPUs."""
     unexpected = _unexpected()
     if unexpected:
-        _logger.warning("fusednorm %s leaves vLLM's attention as it was: %s", __version__, unexpected)
+        warn_left(f"vLLM's attention as it was: {unexpected}")
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__package__}.attention_backend.Backend")
-    _logger.info(
-        "fusednorm %s: attention of decoders is fusednorm.paged_attention, and keys are not packed; "
-        "FUSEDNORM_VLLM=huggingface,own-attention has vLLM keep its own attention",
-        __version__,
+    say(
+        "attention of decoders is fusednorm.paged_attention, and keys are not packed; "
+        "FUSEDNORM_VLLM=huggingface,own-attention has vLLM keep its own attention"
     )
 
 

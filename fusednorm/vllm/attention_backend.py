@@ -21,7 +21,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from fusednorm.vllm.attention import Attention
-from fusednorm.vllm.products import say
+from fusednorm.vllm.log import say
 
 #: The name of the module that computes a layer's calls, in the layer.
 NAME = "fusednorm_attention"

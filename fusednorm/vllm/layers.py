@@ -8,7 +8,6 @@ its option ``custom_ops`` disables the layer. Compiled models disable all layers
 from __future__ import annotations
 
 import importlib
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,16 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusednorm.calls.call import NARROW_FLOATS
 from fusednorm.engine.choose import use_backend
 from fusednorm.operations import functions, gate, layer_norm, norm, norm_gated, rotate
-from fusednorm.version import __version__
 from fusednorm.vllm import tables
+from fusednorm.vllm.log import say, warn_left
 from fusednorm.vllm.providers import AS_VLLM, ROUNDINGS
 from fusednorm.vllm.roundings import VLLM, Roundings, of, of_model
 
-_logger = logging.getLogger("vllm.fusednorm")
-
-_FLOATS = frozenset((torch.bfloat16, torch.float16, torch.float32))
+_FLOATS = frozenset(NARROW_FLOATS)
 
 #: The operation that computes one of vLLM's layers, and its flags, where a model has these roundings; None: vLLM does.
 Step = Callable[[Any, Roundings], tuple[str, dict[str, Any]] | None]
@@ -409,9 +407,9 @@ def replace(contract: str, exact: bool) -> None:
     """
     replaced, left = _replaced(contract, exact)
     names = ", ".join(replaced) or "none"
-    _logger.info("fusednorm %s: computes these layers of vLLM where a model has them: %s", __version__, names)
+    say(f"computes these layers of vLLM where a model has them: {names}")
     for reason in left:
-        _logger.warning("fusednorm %s leaves a layer of vLLM as it was: %s", __version__, reason)
+        warn_left(f"a layer of vLLM as it was: {reason}")
 
 
 def _replaced(contract: str, exact: bool) -> tuple[list[str], list[str]]:

@@ -6,7 +6,6 @@ vLLM computes them in a static method of its sampler, and those of logits that a
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -14,9 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from fusednorm.compat.vllm import compute_logprobs
-from fusednorm.version import __version__
-
-_logger = logging.getLogger("vllm.fusednorm")
+from fusednorm.vllm.log import say, warn_left
 
 #: The mode in which vLLM's sampler returns log-probabilities of processed logits, and that in which it returns these.
 _LOG_PROBS, _LOGITS = "processed_logprobs", "processed_logits"
@@ -26,17 +23,15 @@ def replace() -> None:
     """Has vLLM's sampler compute log-probabilities by :func:`fusednorm.log_softmax`."""
     unexpected = _unexpected()
     if unexpected:
-        _logger.warning("fusednorm %s leaves vLLM's log-probabilities as they were: %s", __version__, unexpected)
+        warn_left(f"vLLM's log-probabilities as they were: {unexpected}")
         return
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
     from vllm.v1.sample.sampler import Sampler
 
-    if Sampler.compute_logprobs is compute_logprobs:
-        return
     Sampler.compute_logprobs = staticmethod(compute_logprobs)
     for name in ("forward_native", "forward_cpu"):
         setattr(TopKTopPSampler, name, _of_logits(getattr(TopKTopPSampler, name)))
-    _logger.info("fusednorm %s: log-probabilities are fusednorm.log_softmax", __version__)
+    say("log-probabilities are fusednorm.log_softmax")
 
 
 def _of_logits(theirs: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..., tuple[Tensor, Tensor | None]]:

@@ -7,7 +7,6 @@ by it at the layer, as ``cpu_linear``. With the plug-in the weight stays as it l
 from __future__ import annotations
 
 import importlib
-import logging
 import weakref
 from collections.abc import Callable
 from functools import cache, wraps
@@ -16,12 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusednorm.calls.call import NARROW_FLOATS
 from fusednorm.operations.linear import linear
-from fusednorm.version import __version__
-
-_logger = logging.getLogger("vllm.fusednorm")
-
-_FLOATS = frozenset((torch.bfloat16, torch.float16, torch.float32))
+from fusednorm.vllm.log import say, warn_left
 
 #: vLLM's methods of layers without quantization. Each has ``process_weights_after_loading`` and ``apply``.
 _METHODS = {
@@ -76,16 +72,15 @@ def replace() -> None:
     """Has vLLM's methods without quantization keep their weights, and multiply by :class:`Product`."""
     unexpected = _unexpected()
     if unexpected:
-        _logger.warning("fusednorm %s leaves vLLM's products as they were: %s", __version__, unexpected)
+        warn_left(f"vLLM's products as they were: {unexpected}")
         return
     say_once = cache(say)
     for name, module in _METHODS.items():
         method = getattr(importlib.import_module(module), name)
         method.process_weights_after_loading = _processing(method.process_weights_after_loading, say_once)
-    _logger.info(
-        "fusednorm %s: unquantized linear layers and the head take fusednorm.linear, and their weights are not packed; "
-        "FUSEDNORM_VLLM=huggingface,own-products has vLLM keep its own products",
-        __version__,
+    say(
+        "unquantized linear layers and the head take fusednorm.linear, and their weights are not packed; "
+        "FUSEDNORM_VLLM=huggingface,own-products has vLLM keep its own products"
     )
 
 
@@ -120,12 +115,7 @@ def _takes(layer: Any, say: Callable[[str], None]) -> bool:
     if isinstance(layer, VocabParallelEmbedding) and of_model is not None and of_model.head_dtype != weight.dtype:
         say("the head keeps vLLM's product, because vLLM converts its weight (head_dtype)")
         return False
-    return weight.dim() == 2 and weight.dtype in _FLOATS and weight.device.type == "cpu"
-
-
-def say(words: str) -> None:
-    """Logs what holds of a model."""
-    _logger.info("fusednorm %s: %s", __version__, words)
+    return weight.dim() == 2 and weight.dtype in NARROW_FLOATS and weight.device.type == "cpu"
 
 
 def _unexpected() -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusednorm.calls.call import NARROW_FLOATS
 from fusednorm.engine.choose import use_backend
 from fusednorm.operations import norm
 from fusednorm.vllm import roundings
@@ -67,7 +68,7 @@ def takes_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: 
     """
     return (
         variance_size is None
-        and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        and x.dtype in NARROW_FLOATS
         and (weight is None or (weight.dtype in (x.dtype, torch.float32) and weight.shape == x.shape[-1:]))
     )
 

@@ -5,15 +5,12 @@ families of transformers. Where another family rounds is read from a patched mod
 """
 
 import copy
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from fusednorm.version import __version__
-
-_logger = logging.getLogger("vllm.fusednorm")
+from fusednorm.vllm.log import say, warn
 
 #: The flags of each kind of step.
 Roundings = Mapping[str, Mapping[str, Any]]
@@ -82,7 +79,7 @@ def _of_family(config: Any) -> Roundings:
         patch(model)
     except Exception as error:  # code of the model's family
         family = getattr(config, "model_type", "this model")
-        _logger.warning("fusednorm %s: %s rounds as Llama, because it cannot be traced: %s", __version__, family, error)
+        warn(f"{family} rounds as Llama, because it cannot be traced: {error}")
         return roundings
     for module in model.modules():
         described = getattr(module, "_fusednorm_steps", None)
@@ -95,17 +92,13 @@ def _of_family(config: Any) -> Roundings:
         if all(row == rows[0] for row in rows):
             roundings = {**roundings, kind: rows[0]}
         else:
-            _logger.warning(
-                "fusednorm %s: %s has steps of the kind '%s' that round at other places than others of that kind; all "
-                "round as Llama's here",
-                *(__version__, type(model).__name__, kind),
+            warn(
+                f"{type(model).__name__} has steps of the kind '{kind}' that round at other places than others of that "
+                "kind; all round as Llama's here"
             )
     roundings = {**roundings, "rotation in steps": roundings["rotation"]}
     listed = "; ".join(f"{kind}: {_arguments(roundings[kind])}" for kind in sorted(found))
-    _logger.info(
-        "fusednorm %s: FUSEDNORM_VLLM=huggingface rounds as transformers' %s: %s",
-        *(__version__, type(model).__name__, listed),
-    )
+    say(f"FUSEDNORM_VLLM=huggingface rounds as transformers' {type(model).__name__}: {listed}")
     return roundings
 
 

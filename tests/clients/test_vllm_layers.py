@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm_worker import register
 
 import fusednorm
-import fusednorm.vllm as plugin
 from fusednorm.vllm import layers
 from fusednorm.vllm.providers import BY_CONTRACT
 from fusednorm.vllm.roundings import of
@@ -40,14 +40,6 @@ def vllms(vllms, monkeypatch):
     config.compilation_config.custom_ops = ["all"]
     with set_current_vllm_config(config), torch.inference_mode():
         yield config
-
-
-def register():
-    """As in a worker of vLLM, which loads the plug-in and then the platform's kernels."""
-    from vllm.platforms import current_platform
-
-    plugin.register()
-    current_platform.import_ir_kernels()
 
 
 def replaced():

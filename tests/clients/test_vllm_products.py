@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm_worker import register
 
 import fusednorm
 import fusednorm.vllm as plugin
@@ -46,14 +47,6 @@ def config(world, vllms, monkeypatch):
     torch.manual_seed(0)
     with set_current_vllm_config(made), torch.inference_mode():
         yield made
-
-
-def register():
-    """As in a worker of vLLM, which loads the plug-in and then the platform's kernels."""
-    from vllm.platforms import current_platform
-
-    plugin.register()
-    current_platform.import_ir_kernels()
 
 
 def loaded(layer):
