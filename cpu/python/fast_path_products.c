@@ -55,7 +55,8 @@ static int for_rows(const struct given *g, int operand) {
 }
 static int for_columns(const struct given *g, int operand) {
     const tensor *const t = &g->operand[operand];
-    return t->ndim == 1 && t->shape[0] == g->operand[WEIGHT_OF_INT8].shape[0] && fn_elements(t) >= 0;
+    const int flat = t->ndim == 1 || (operand == WEIGHT_SCALE && t->ndim == 2 && t->shape[1] == 1); /* or as quantize returns it */
+    return flat && t->shape[0] == g->operand[WEIGHT_OF_INT8].shape[0] && fn_elements(t) >= 0;
 }
 static int read_int8(PyObject *const *arguments, struct given *g) {
     const tensor *const q = &g->operand[Q], *const weight = &g->operand[WEIGHT_OF_INT8];

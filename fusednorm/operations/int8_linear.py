@@ -63,7 +63,7 @@ def int8_linear(
         q: [..., K], int8, any strides, as :func:`fusednorm.quantize` returns rows. K is 1 to 131,071.
         scale: [..., 1], float32, of each row, as it returns them.
         weight: [N, K], int8.
-        weight_scale: [N], float32, of each row of the weight.
+        weight_scale: [N] or [N, 1], float32, of each row of the weight, as ``quantize`` returns it.
         bias: [N], float16, bfloat16 or float32; None: nothing is added.
         zero_point: [..., 1], int32, of each row: what the numbers of a row lie above; None: 0.
         out_dtype: float16, bfloat16 or float32, which is the default.
@@ -86,5 +86,7 @@ def int8_linear(
             "int8_linear(): one of the arguments requires grad, and products of int8 have no gradients; wrap the call "
             "in torch.no_grad(), or train with fusednorm.linear"
         )
+    if isinstance(weight_scale, Tensor) and weight_scale.shape[1:] == (1,):
+        weight_scale = weight_scale[:, 0]
     operands = {"q": q, "scale": scale, "weight": weight, "weight_scale": weight_scale, "bias": bias}
     return _INT8_LINEAR("int8_linear", **operands, zero_point=zero_point, out_dtype=out_dtype, out=out)

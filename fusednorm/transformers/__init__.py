@@ -12,6 +12,8 @@ and its product are one call (``activations.py``). Each model family keeps its o
 (``tables.py``) also have the same bits on every processor, and with ``attention=True`` a token's attention
 (``attention_function.py``) depends on the tokens that it sees alone.
 
+:func:`quantize` gives a model layers of int8 (``quantizing.py``), whether it is patched or not.
+
 :func:`register_kernels` adds layers to transformers' own mechanism, ``use_kernels=True``; :func:`write_kernel` writes
 a folder that it loads.
 """
@@ -19,5 +21,17 @@ a folder that it loads.
 from fusednorm.transformers.attention_function import register_attention
 from fusednorm.transformers.hub import register_kernels, write_kernel
 from fusednorm.transformers.patching import Counts, Report, patch, unpatch
+from fusednorm.transformers.quantizing import Quantized, quantize, unquantize
 
-__all__ = ["Counts", "Report", "patch", "register_attention", "register_kernels", "unpatch", "write_kernel"]
+__all__ = [
+    "Counts",
+    "Quantized",
+    "Report",
+    "patch",
+    "quantize",
+    "register_attention",
+    "register_kernels",
+    "unpatch",
+    "unquantize",
+    "write_kernel",
+]

@@ -122,7 +122,8 @@ def _count(model: torch.nn.Module) -> Counts:
     return Counts(norms, adds, rotations, gates, products=products, tables=tables, attentions=attentions)
 
 
-def _check(model: object) -> None:
+def check_model(model: object) -> None:
+    """Raises TypeError unless a model is a module."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(
             f"model must be a torch.nn.Module, got {type(model).__name__}; "
@@ -168,7 +169,7 @@ def patch(
         ValueError: ``steps`` has another value.
         Exception: whatever the model's own code raises; the model is then as it was.
     """
-    _check(model)
+    check_model(model)
     kinds = set(_STEPS if steps is None else [steps] if isinstance(steps, str) else steps)
     if not kinds <= set(_STEPS):
         raise ValueError(f"steps must be some of {', '.join(_STEPS)}, got {', '.join(sorted(kinds - set(_STEPS)))}")
@@ -220,7 +221,7 @@ def unpatch(model: torch.nn.Module) -> Counts:
         TypeError: the model is no module.
         RuntimeError: the class of a patched module was changed afterwards (FSDP does that); nothing is restored.
     """
-    _check(model)
+    check_model(model)
     undone = _count(model)
     patched = [module for module in model.modules() if "_fusednorm" in module.__dict__]
     for module in patched:

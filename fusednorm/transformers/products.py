@@ -81,8 +81,8 @@ def patch_products(model: torch.nn.Module) -> Iterator[Outcome]:
         if isinstance(module, Patched | Linear):
             continue
         kind = _kind(module)
-        if kind is not None and (reason := _reason(module)):
-            yield type(module).__name__, False, reason
+        if kind is not None and (why := reason(module)):
+            yield type(module).__name__, False, why
         elif kind is not None:
             yield attach(module, kind, frozenset(), True, "linear(weight.t())" if kind._turned else "linear")
 
@@ -95,9 +95,10 @@ def _kind(module: torch.nn.Module) -> type[PatchedProduct] | None:
     return PatchedConv1D if turned else None
 
 
-def _reason(module: Any) -> str | None:
+def reason(module: Any) -> str | None:
     """The reason why a module is left alone; None if it is not."""
-    if isinstance(module, torch.nn.Linear) and type(module).forward is not torch.nn.Linear.forward:
+    known = torch.nn.Linear.forward, Linear.forward, PatchedProduct.forward
+    if isinstance(module, torch.nn.Linear) and type(module).forward not in known:
         return "it computes its product in another way than torch.nn.Linear"
     if isinstance(module, NonDynamicallyQuantizableLinear):
         return "torch.nn.MultiheadAttention takes its weight, and does not call it"

@@ -67,12 +67,17 @@ def linear(bias=True, dtype=torch.bfloat16):
 def test_a_call(bias, dtype):
     like = linear(bias, dtype).eval()
     module, x = Int8Linear.from_linear(like), torch.randn(2, 3, 40).to(dtype)
-    weight, scale = fusednorm.quantize(like.weight, quantization=VLLM_INT8_TOKEN_CPU)
-    assert torch.equal(module.weight, weight)
-    assert torch.equal(module.weight_scale, scale[:, 0])
+    weight, scale = module.weight, module.weight_scale
+    expected = (like.weight.double() / scale).round()
+    assert torch.equal(weight, expected)
+    greatest = like.weight.double().abs().amax(-1, keepdim=True)
+    before = scale.to(dtype).nextafter(torch.zeros(1, dtype=dtype))
+    assert torch.equal(scale.to(dtype), scale)
+    assert (scale.double() * 127 >= greatest * (1 - 2**-24)).all()  # the division is rounded
+    assert (before.double() * 127 < greatest).all()
     assert not module.training
     q, of_rows = fusednorm.quantize(x, quantization=VLLM_INT8_TOKEN_CPU)
-    expected = fusednorm.int8_linear(q, of_rows, weight, scale[:, 0], like.bias, out_dtype=dtype)
+    expected = fusednorm.int8_linear(q, of_rows, weight, scale, like.bias, out_dtype=dtype)
     assert torch.equal(module(x), expected)
     assert (module(x) - like(x)).abs().max() < 0.1
     assert repr(module) == f"Int8Linear(in_features=40, out_features=5, bias={bias})"
