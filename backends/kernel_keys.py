@@ -6,10 +6,11 @@ For backends that compile kernels: everything counts but the number of rows, str
 from __future__ import annotations
 
 import inspect
+import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -41,6 +42,9 @@ BLOCKS_IN_LANE = Limit.BLOCKS_IN_LANE.value
 
 #: The names by which these kernels know the functions of gates beside silu.
 FUNCTIONS_OF_GATES = with_functions("gate", "gate_backward", "norm_gated")
+
+#: So many rows, at most, have a kernel of their own for products: what tensor cores take at once.
+FEW_ROWS = 16
 
 #: Plans of kernels for GPUs say it until our tests have run on one.
 UNTRIED = "our tests have not run on a GPU yet"
@@ -453,20 +457,67 @@ class LogProbKind(NamedTuple):
         return [dtype for dtype in rows if dtype is not None]
 
 
+class ProductKind(NamedTuple):
+    """The parts of products of int8 that decide their kernel."""
+
+    bias: torch.dtype | None
+    #: Whether there are zero points.
+    zero_point: bool
+    out: torch.dtype
+    #: Whether one tile has all rows.
+    few: bool
+    #: A number that divides the hidden size.
+    divisor: int
+    #: Bytes of which every row of every operand begins at a multiple.
+    alignment: int
+    #: Whether rows lie in two levels.
+    two_levels: bool = False
+
+    @classmethod
+    def of(cls, call: Call) -> ProductKind:
+        """The kind of a call."""
+        given = call.tensors
+        rows = [(given[name], call.strides[name]) for name in ("q", "out")]
+        others = given["bias"], given["weight_scale"]
+        return cls(
+            bias=_dtype(given["bias"]),
+            zero_point=given["zero_point"] is not None,
+            out=call.out.dtype,
+            few=call.rows <= FEW_ROWS,
+            divisor=math.gcd(call.hidden_size, 16),
+            alignment=_alignment((*rows, (given["weight"], (0, call.weight.stride(0)))), others),
+            two_levels=call.inner != call.rows,
+        )
+
+    @property
+    def accumulator(self) -> torch.dtype:
+        """The type that sums are scaled in."""
+        return torch.float32
+
+    def dtypes(self) -> list[torch.dtype]:
+        """The dtypes of the operands that are no whole numbers and no scales."""
+        return [dtype for dtype in (self.out, self.bias) if dtype is not None]
+
+
+AnyKind: TypeAlias = ForwardKind | GateKind | RotationKind | LogProbKind | ProductKind
+
+#: The kinds of declared operations, by their names; those of others are log-probabilities.
+_OF_NAMES: dict[str, Any] = {"gate": GateKind, "int8_linear": ProductKind}
+
 #: The kinds of calls that one kernel runs.
-_KINDS: dict[type, Callable[..., ForwardKind | GateKind | RotationKind | LogProbKind]] = {
+_KINDS: dict[type, Callable[..., AnyKind]] = {
     Forward: ForwardKind.of,
     Quantize: ForwardKind.of_quantizer,
     NormGated: ForwardKind.of_gated,
     Rotate: RotationKind.of,
-    Call: lambda call: (GateKind if call.name == "gate" else LogProbKind).of(call),
+    Call: lambda call: _OF_NAMES.get(call.name, LogProbKind).of(call),
 }
 
 #: How launchers take calls: some after one that says on which GPU the operands are.
 PACKED: dict[type, Callable[..., bytes]] = c_abi.PACKED | dict.fromkeys((Rotate, Call), c_abi.pack_alone)
 
 
-def kind_of(call: AnyCall) -> ForwardKind | GateKind | RotationKind | LogProbKind:
+def kind_of(call: AnyCall) -> AnyKind:
     """The kind of a call that one kernel runs."""
     return _KINDS[type(call)](call)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fusednorm.backends.cuda import compiler
+from fusednorm.backends.cuda import compiler, products
 from fusednorm.backends.cuda.choice import (
     LONGEST,
     Layout,
@@ -56,7 +56,7 @@ DEVICES = ("cuda",)
 
 KNOWS = frozenset(("residual_dtype", "norm_before_add", "affine", "x_scale", "center"))
 KNOWS |= {"quantize", "round_scale", "gate", "gate_backward", "gate_steps", "gate_interleaved", "norm_gated", "rotate"}
-KNOWS |= {"log_prob", "log_prob_backward"}
+KNOWS |= {"log_prob", "log_prob_backward", "int8_linear"}
 KNOWS |= FUNCTIONS_OF_GATES
 
 #: The type of device whose tensors the fast path takes to this backend; None if there is no fast path.
@@ -132,6 +132,8 @@ def unavailable() -> list[str]:
 def unsuitable(operation: Operation) -> list[str]:
     """Why the backend cannot take a call."""
     size, step = operation.hidden_size, operation.step
+    if step is not None and step.name == "int8_linear":
+        return [] if products.is_right(operation.device) else ["torch._int_mm returns wrong sums of products here"]
     # Gradients of centered rows have two sums of each segment in shared memory, and so have entropies.
     two_sums = operation.center or (step is not None and step.name == "log_prob")
     longest = LONGEST // 2 if two_sums and operation.accumulator == torch.float64 else LONGEST
@@ -158,6 +160,8 @@ def _oldest_compiled() -> int:
 
 def plan(operation: Operation) -> str:
     """How a call will run, in words."""
+    if operation.step is not None and operation.step.name == "int8_linear":
+        return f"torch's products of int8 and its operations on their sums; {UNTRIED}"
     layout = Layout.of(operation.hidden_size, operation.dtypes(), 32, capability(operation.device.index))
     if layout.wide:
         lies = f"a row per block of {layout.warps} warps, read twice"
@@ -257,6 +261,9 @@ def _launch(packed: bytes, device: int, call: AnyCall, variants: Callable[[], It
 
 def forward(call: ForwardCall) -> None:
     """Launches a kernel; see :class:`fusednorm.registry.Backend`."""
+    if isinstance(call, Call) and call.name == "int8_linear":
+        products.int8_linear(call)
+        return
     for part in of_one_weight_dtype(call) if isinstance(call, Rotate) else (call,):
         _run(part)
 

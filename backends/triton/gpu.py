@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fusednorm.backends.kernel_keys import (
+    FEW_ROWS,
     FUNCTIONS_OF_GATES,
     UNTRIED,
     BackwardKind,
     ForwardKind,
     GateKind,
     LogProbKind,
+    ProductKind,
     QuantizerKind,
     RotationKind,
     ceiling,
@@ -37,7 +39,7 @@ DEVICES = ("cuda", "xpu", "cpu") if INTERPRETED else ("cuda", "xpu")
 
 KNOWS = frozenset(("residual_dtype", "norm_before_add", "affine", "x_scale", "center"))
 KNOWS |= {"quantize", "round_scale", "gate", "gate_backward", "gate_steps", "gate_interleaved", "norm_gated", "rotate"}
-KNOWS |= {"log_prob", "log_prob_backward"}
+KNOWS |= {"log_prob", "log_prob_backward", "int8_linear"}
 KNOWS |= FUNCTIONS_OF_GATES
 
 #: Elements that a program keeps in registers at most; longer rows are read twice.
@@ -58,6 +60,13 @@ _OF_HEADS = 2048
 #: Columns of the blocks' shares that a program adds up.
 _ADDED = 32
 
+#: The tile of products of many rows that a program has, and how many numbers of each row it reads at a time. A tile of
+#: 64 rows would be another kind of instruction on each generation of NVIDIA's GPUs, which no machine here executes.
+_ROWS, _COLUMNS, _DEPTH = 32, 128, 64
+
+#: The oldest of NVIDIA's GPUs whose tensor cores Triton has multiply int8.
+_OLDEST_WITH_INT8 = 80
+
 
 def unavailable() -> list[str]:
     """Why this machine cannot use the backend."""
@@ -75,6 +84,11 @@ def unavailable() -> list[str]:
 def unsuitable(operation: Operation) -> list[str]:
     """Why the backend cannot take a call."""
     size, step = operation.hidden_size, operation.step
+    if step is not None and step.name == "int8_linear":
+        target = None if INTERPRETED else host.active_target()[0]
+        if target is not None and target.backend == "cuda" and target.arch < _OLDEST_WITH_INT8:
+            return [f"Triton multiplies int8 on GPUs of compute capability {_OLDEST_WITH_INT8 / 10} and newer"]
+        return []
     quantization = None if step is None else step.quantization
     if quantization is not None and (size > _MOST or not fuses(quantization.group(size), size)):
         return [f"no program has all rows of {size} elements in groups of {quantization.per}"]
@@ -85,8 +99,11 @@ def unsuitable(operation: Operation) -> list[str]:
 
 def plan(operation: Operation) -> str:
     """How a call will run, in words."""
-    rows, segments, depth, width, _, warps, tiles = tiling(operation.hidden_size, operation.dtypes(), warp_size())
     where = "interpreted" if INTERPRETED else "compiled"
+    if operation.step is not None and operation.step.name == "int8_linear":
+        tiled = f"tiles of {_ROWS} x {_COLUMNS} sums, or of {FEW_ROWS} rows where there are no more"
+        return f"Triton kernels, {where}: {tiled}" + ("" if INTERPRETED else f"; {UNTRIED}")
+    rows, segments, depth, width, _, warps, tiles = tiling(operation.hidden_size, operation.dtypes(), warp_size())
     taken = f"{rows} rows per program" if tiles == 1 else f"a row per program, in {tiles} parts"
     tiled = f"{taken}, {warps} warps, tiles of {depth} x {rows * segments} x {width}"
     return f"Triton kernels, {where}: {tiled}" + ("" if INTERPRETED else f"; {UNTRIED}")
@@ -131,7 +148,7 @@ def _by_bits(dtypes: Sequence[torch.dtype | None]) -> bool:
 
 
 def _variant(
-    kind: ForwardKind | BackwardKind | GateKind | RotationKind | LogProbKind,
+    kind: ForwardKind | BackwardKind | GateKind | RotationKind | LogProbKind | ProductKind,
     function: Any,
     dtypes: dict[str, torch.dtype | None],
     constants: dict[str, Any],
@@ -318,7 +335,20 @@ def log_prob_variant(kind: LogProbKind, lanes: int | None = None) -> Variant:
     return _variant(kind, function, dtypes, constants, warps, 1, divisor=math.gcd(kind.hidden_size, 16))
 
 
+def product_variant(kind: ProductKind, lanes: int | None = None) -> Variant:
+    """The kernel of products of int8, on GPUs with so many threads in a warp; on this one if None."""
+    from fusednorm.backends.triton.kernels.int8_products import int8_linear
+
+    dtypes: dict[str, torch.dtype | None] = dict.fromkeys(("q", "weight"), torch.int8)
+    dtypes |= dict.fromkeys(("scale", "weight_scale"), torch.float32)
+    dtypes |= {"bias": kind.bias, "zero_point": torch.int32 if kind.zero_point else None, "out": kind.out}
+    constants = {"ROWS": FEW_ROWS if kind.few else _ROWS, "COLUMNS": _COLUMNS, "DEPTH": _DEPTH}
+    warps = 128 // (lanes or warp_size())
+    return _variant(kind, int8_linear, dtypes, constants, warps, 1, divisor=kind.divisor)
+
+
 _CHOOSERS: dict[type, Callable[..., Any]] = {ForwardKind: forward_variant, BackwardKind: backward_variants}
 _CHOOSERS |= {GateKind: gate_variant, RotationKind: rotation_variant, LogProbKind: log_prob_variant}
+_CHOOSERS |= {ProductKind: product_variant}
 _host = Host(_CHOOSERS, launcher)
 forward = backward = _host.run

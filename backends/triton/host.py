@@ -79,7 +79,7 @@ _INTERPRETER = threading.Lock()
 _COMPILING_PAIRS = threading.Lock()
 
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
-_NAMES |= {torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64"}
+_NAMES |= {torch.int8: "i8", torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64"}
 
 #: The numbers of a quantizer, as :func:`fusednorm.calls.c_abi.limits` returns them.
 _LIMITS = ("qmin", "qmax", "amax_floor", "amax_limit", "scale_floor")
@@ -511,7 +511,19 @@ class Host:
 
     def declared(self, call: Call) -> None:
         """Launches the kernel of a declared operation, or of its gradient."""
-        (self.gate if call.name == "gate" else self.log_prob)(call)
+        {"gate": self.gate, "int8_linear": self.int8_linear}.get(call.name, self.log_prob)(call)
+
+    def int8_linear(self, call: Call) -> None:
+        """Launches the kernel of products of int8."""
+        values: dict[str, Any] = {name: self.pointer(tensor) for name, tensor in call.tensors.items()}
+        values |= {"rows": call.rows, "columns": len(call.weight), "hidden_size": call.hidden_size}
+        values |= {"weight_stride": call.weight.stride(0)}
+        places = [(f"{name}_stride", f"{name}_jump") for name in ("q", "out")]
+        values |= _places(call, places, [call.strides["q"], call.strides["out"]])
+        with _current(device_of(call)):
+            (launch,) = self.held_for(kind_of(call), call)
+            tile = launch.variant.constants
+            launch(-(-call.rows // tile["ROWS"]) * -(-len(call.weight) // tile["COLUMNS"]), values)
 
     def gate(self, call: Call) -> None:
         """Launches the kernel of a gate, or of its backward pass."""

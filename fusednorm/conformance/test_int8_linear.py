@@ -7,7 +7,6 @@ import fusednorm
 from fusednorm.conformance.cases import BF16, DTYPES, F16, F32, covering, dtype_name, of_oracle
 
 pytestmark = pytest.mark.promise("same bits")
-others = pytest.mark.left_out("cuda", "triton_ptx", "triton", "triton_cpu")
 
 AXES = {
     # Rows, columns, and elements of both.
@@ -57,7 +56,6 @@ def check(agree, given, about, out_dtype=None):
 
 
 @pytest.mark.parametrize("turn", range(len(DTYPES)))
-@others
 def test_any_int8_call(mode, agree, turn):
     for shape, bias, zero_point, out, data in covering(*AXES.values(), turn=turn):
         given = tensors(shape, bias, zero_point, data)
@@ -65,7 +63,6 @@ def test_any_int8_call(mode, agree, turn):
         check(agree, given, about, out)
 
 
-@others
 def test_long_int8_rows(mode, agree):
     """Of the least numbers, whose sums are the greatest that int32 holds."""
     for data, size in (("any", 4100), ("least", 131_071), ("alternating", 131_071)):
@@ -73,7 +70,6 @@ def test_long_int8_rows(mode, agree):
 
 
 @pytest.mark.promise("a row is a row")
-@others
 def test_int8_rows_elsewhere(mode, agree):
     """Rows alone, of several dimensions, between others, and a weight between others."""
     given = tensors((12, 33, 70), F32, "small")
@@ -92,7 +88,6 @@ def test_int8_rows_elsewhere(mode, agree):
     agree(fusednorm.int8_linear(**one)[0], whole[0], "one scale for all")
 
 
-@others
 def test_rows_that_were_quantized(mode, agree):
     """The products of what `quantize` returns are near those of the rows."""
     x, weight = (torch.randn(n, 256, generator=torch.Generator().manual_seed(n)) for n in (5, 9))

@@ -31,6 +31,7 @@ from fusednorm.calls.checks import (
 from fusednorm.calls.quantization import Quantization, is_given
 from fusednorm.calls.scalars import number
 from fusednorm.engine.choose import Explanation, choose
+from fusednorm.operations.front_door import PUBLIC
 from fusednorm.operations.l2 import l2_norm
 from fusednorm.operations.listed import of_function
 from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
@@ -73,7 +74,12 @@ def explain(
         function = rms_norm if residual is None else fused_add_rms_norm
     listed = of_function(function)
     if not listed.steps:
-        check_operands(x, None, None, None, None)
+        first = PUBLIC[function].declaration.operands[0]
+        if first.dtype is None:
+            check_operands(x, None, None, None, None)
+        elif x.dtype is not first.dtype:
+            cure = f"pass {first.name} of {function.__name__} as x"
+            raise TypeError(f"{first.name} must be {str(first.dtype)[6:]}, got {str(x.dtype)[6:]}; {cure}")
         return _of_kind(x, Step(listed.name), f"{listed.name} runs by")
     if (residual is None) == ("residual" in listed.operands):
         taken = "takes no residual" if residual is not None else "takes a residual"

@@ -21,13 +21,25 @@ def int8_linear(
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor]:
     """The scaled sums for q of [..., K], a weight of [N, K], and scales of [..., 1] and [N]."""
-    sums = _sums(q, weight)
+    return (scaled(_sums(q, weight), scale, weight, weight_scale, bias, zero_point, out_dtype or torch.float32),)
+
+
+def scaled(
+    sums: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    zero_point: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """The result for sums of products, [..., N], of whole numbers."""
     if zero_point is not None:
         sums = sums - zero_point.to(torch.int64) * weight.to(torch.int64).sum(-1)
     y = sums.to(torch.float32) * weight_scale * scale
     if bias is not None:
         y = y + bias.to(torch.float32)
-    return (rounded(y, out_dtype or torch.float32),)
+    return rounded(y, out_dtype)
 
 
 def _sums(q: Tensor, weight: Tensor) -> Tensor:

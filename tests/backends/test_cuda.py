@@ -23,6 +23,7 @@ from fusednorm import Quantization, quantizations
 from fusednorm.backends import cuda
 from fusednorm.backends.cuda import choice as cuda_kernels
 from fusednorm.backends.cuda import compiler as cuda_compiler
+from fusednorm.backends.cuda import products as cuda_products
 from fusednorm.backends.kernel_keys import (
     BackwardKind,
     ForwardKind,
@@ -38,6 +39,7 @@ from fusednorm.calls import fast_path
 from fusednorm.calls.call import AroundNorm, FirstNorm, Flags, Forward, GateSteps, RMSNorm, operation_of
 from fusednorm.conformance import cases
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, operands
+from fusednorm.conformance.test_int8_linear import tensors
 from fusednorm.engine import choose
 from fusednorm.engine import execute as front_end
 from fusednorm.tools import doctor
@@ -1175,6 +1177,65 @@ def test_why_not(monkeypatch):
         newer.setattr(cuda_compiler, "supported", lambda: [100, 120])
         assert "has compute capability 9.0; NVRTC compiles for 10.0 on; install an older" in cuda.unsuitable(fits)[0]
     cuda._oldest_compiled.cache_clear()
+
+
+def torchs_product(right=True):
+    """``torch._int_mm`` as it is on a GPU: it takes some sizes only, at addresses that are multiples of 16."""
+
+    def multiply(a, b):
+        assert a.is_contiguous()
+        assert b.t().is_contiguous()
+        assert a.shape[0] > 16
+        assert a.shape[1] % 8 == b.shape[1] % 8 == 0
+        assert a.data_ptr() % 16 == b.data_ptr() % 16 == 0
+        pairs = ((a[..., None].long() + 128) * b.long()).unflatten(1, (-1, 2)).sum(2)
+        return ((pairs if right else pairs.clamp(-(2**15), 2**15 - 1)).sum(1) - 128 * b.long().sum(0)).int()
+
+    return multiply
+
+
+def test_products_of_int8_of_any_size(monkeypatch):
+    """Sizes that torch's product does not take are filled up, and what begins elsewhere is copied."""
+    monkeypatch.setattr(torch, "_int_mm", torchs_product())
+    for rows, columns, size in ((1, 5, 130), (17, 8, 64), (16, 9, 63), (40, 1, 1), (18, 16, 8)):
+        for offset in (0, 1):
+            numbers = torch.randint(-128, 128, (rows * size + columns * size + 2,)).to(torch.int8)
+            q = numbers[offset : offset + rows * size].view(rows, size)
+            weight = numbers[-columns * size - offset :][: columns * size].view(columns, size)
+            assert torch.equal(cuda_products._sums(q, weight), (q.long() @ weight.long().t()).int())
+
+
+def test_a_product_of_int8_that_is_wrong(monkeypatch):
+    """Pairs of products of 0 to 255 and int8 that end where 16 bits end, as oneDNN has them: the formula serves."""
+    cpu = torch.device("cpu")
+    operation = fusednorm.explain(tensors((3, 8, 64))["q"], function=fusednorm.int8_linear).operation
+    for right in (True, False):
+        cuda_products.is_right.cache_clear()
+        monkeypatch.setattr(torch, "_int_mm", torchs_product(right))
+        assert cuda_products.is_right(cpu) is right
+        reasons = cuda.unsuitable(operation)
+        assert reasons == [] if right else reasons == ["torch._int_mm returns wrong sums of products here"]
+    cuda_products.is_right.cache_clear()
+
+
+@pytest.mark.parametrize("most", ["AVX2", "AVX512_CORE"])
+def test_products_of_int8_where_those_of_torch_may_be_wrong(most):
+    """oneDNN's are wrong without VNNI. The reference and C never call them."""
+    code = """
+    import torch, fusednorm
+    q, weight = (torch.randint(-128, 128, (n, 640), dtype=torch.int8) for n in (40, 96))
+    exact = (q.double() @ weight.double().t()).float()
+    for name in ("reference", "cpu"):
+        with fusednorm.use_backend(name):
+            assert torch.equal(fusednorm.int8_linear(q, torch.ones(40, 1), weight, torch.ones(96)), exact), name
+    from fusednorm.backends.cuda import products
+    print(torch.equal(torch._int_mm(q, weight.t()), exact.int()), products.is_right(torch.device("cpu")))
+    """
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": most}
+    environment.pop("FUSEDNORM_BACKEND", None)
+    run = [sys.executable, "-P", "-c", textwrap.dedent(code)]
+    found = subprocess.run(run, capture_output=True, text=True, check=True, env=environment).stdout.split()
+    assert found[0] == found[1], "the check says of torch's product what it is"
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,14 @@ from fusednorm.backends import cuda
 from fusednorm.backends.triton import gpu as triton_gpu
 from fusednorm.conformance import oracle_quantized
 from fusednorm.conformance.cases import BF16, F16, F32, Case, differing, operands
+from fusednorm.conformance.test_int8_linear import tensors
 from fusednorm.reference import norm as reference
 
 if "FUSEDNORM_EMULATED_SM" not in os.environ:
     pytest.skip("takes tests/machines/emulation/ptx", allow_module_level=True)
 
 from ptx import machine, text
-from ptx.triton import Config
+from ptx.triton import Config, have_context
 
 BACKEND = os.environ["FUSEDNORM_BACKEND"]
 
@@ -65,6 +66,7 @@ def run(body, a, b=None, threads=None, attributes=(), shared=0):
     pointers = struct.pack("3Q", a.data_ptr(), (a if b is None else b).data_ptr(), d.data_ptr())
     arguments = ctypes.byref(ctypes.c_char_p(pointers))
     library = machine.library()
+    have_context()
     if library.launch_kernel_ex(ctypes.byref(config), ctypes.c_void_p(address), arguments, None):
         raise RuntimeError(library.last_fault().decode())
     return d
@@ -286,7 +288,7 @@ def test_shuffles():
         assert run(body + STORE, lanes).tolist() == expected.tolist(), how
 
 
-def test_the_greatest_of_lanes():
+def test_the_sum_and_the_greatest_of_lanes():
     """As signed numbers, of the lanes of a mask."""
     values = (torch.arange(32) * 37 + 5) % 32 - 20
     body = "cvt.u32.u64 %r1, %x; redux.sync.max.s32 %r2, %r1, -1; cvt.s64.s32 %z, %r2;"
@@ -295,6 +297,87 @@ def test_the_greatest_of_lanes():
     body = body.replace("-1;", "%r3;")
     expected = [values[:16].max().item()] * 16 + [values[16:].max().item()] * 16
     assert run(LOAD + halves + body + STORE, values - 20).tolist() == [value - 20 for value in expected]
+    sums = run(LOAD + halves + body.replace("max", "add") + STORE, values)
+    assert sums.tolist() == [values[:16].sum().item()] * 16 + [values[16:].sum().item()] * 16
+
+
+MMA = "mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32"
+
+
+def test_a_product_of_matrices():
+    """16 x 32 and 32 x 8 numbers of int8 from the registers that the PTX ISA names; sums end where int32 ends."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(-128, 128, shape, generator=generator) for shape in ((16, 32), (32, 8)))
+    c = torch.randint(-(2**31), 2**31, (16, 8), generator=generator)
+    c[0], c[9] = 2**31 - 1, -(2**31)
+    group, within = torch.arange(32) // 4, torch.arange(32) % 4
+    bytes_of = torch.arange(4)
+
+    def word(matrix, row, column):
+        return ((matrix[row, column] & 0xFF) << 8 * bytes_of).sum(-1)
+
+    def pair(low, high):
+        return (low & 0xFFFFFFFF) | (high << 32)
+
+    at = 4 * within[:, None] + bytes_of
+    of_a = [word(a, group[:, None] + 8 * (r % 2), at + 16 * (r // 2)) for r in range(4)]
+    of_b = [word(b, at + 16 * r, group[:, None]) for r in range(2)]
+    of_c = [c[group + 8 * (r // 2), 2 * within + r % 2] for r in range(4)]
+    first = torch.cat([pair(*of_a[:2]), pair(*of_a[2:]), pair(*of_b)])
+    second = torch.cat([pair(*of_c[:2]), pair(*of_c[2:]), torch.zeros(32).long()])
+    names = [f"%m{n}" for n in range(10)]
+    body = ".reg .b32 " + ", ".join(names) + ";\n"
+    for n, place in enumerate(("%a", "%a+256", "%a+512", "%b", "%b+256")):
+        body += f"ld.global.u64 %x, [{place}];\nmov.b64 {{%m{2 * n}, %m{2 * n + 1}}}, %x;\n"
+    a_words, b_words, c_words = ("{" + ", ".join(names[of]) + "}" for of in (slice(4), slice(4, 6), slice(6, 10)))
+    body += f"{MMA} {c_words}, {a_words}, {b_words}, {c_words};\n"
+    body += "mov.b64 %x, {%m6, %m7};\nmov.b64 %y, {%m8, %m9};\nst.global.u64 [%d], %x;\nst.global.u64 [%d+256], %y;\n"
+    found = run(body, first, second, threads=32)
+    expected = (c + a @ b).clamp(-(2**31), 2**31 - 1)
+    for r, of_register in enumerate((found[:32], found[:32] >> 32, found[32:64], found[32:64] >> 32)):
+        mine = expected[group + 8 * (r // 2), 2 * within + r % 2]
+        assert torch.equal(of_register.to(torch.int32).long(), mine), r
+    with pytest.raises(RuntimeError, match="a part of a warp"):
+        run(body.replace(MMA, f"setp.gt.u32 %p0, %r0, 3;\n@%p0 {MMA}"), first, second, threads=32)
+
+
+BEGIN_COPY = """
+    mov.u32 %r1, memory;
+    mul.lo.u32 %r2, %r0, 8;
+    add.u32 %r1, %r1, %r2;
+    setp.lt.u32 %p0, %r0, 20;
+    selp.b32 %r3, 8, 0, %p0;
+    cp.async.ca.shared.global [ %r1 + 0 ], [ %a + 0 ], 0x8, %r3;
+    cp.async.commit_group;
+"""
+
+
+def test_copies_that_go_on_beside_the_program():
+    """They are there after a wait, with zeros where nothing is read; before, what is there is undefined."""
+    values = torch.arange(32) * 2**33 + 7
+    of_others = "xor.b32 %r2, %r1, 8;\nld.shared.u64 %z, [%r2];\n"
+    expected = torch.where(torch.arange(32) < 20, values, 0)
+    body = BEGIN_COPY + "cp.async.wait_group 0;\nbar.sync 0;\n" + of_others + STORE
+    assert run(body, values).tolist() == expected[torch.arange(32) ^ 1].tolist()
+    early = run(BEGIN_COPY + "cp.async.wait_group 1;\nld.shared.u64 %z, [%r1];\n" + STORE, values)
+    assert set(early.tolist()) == {-1}
+    with pytest.raises(RuntimeError, match="reads what another writes"):
+        run(BEGIN_COPY + "cp.async.wait_group 0;\n" + of_others + STORE, values)
+    with pytest.raises(RuntimeError, match="a copy of a part"):
+        run(BEGIN_COPY.replace("selp.b32 %r3, 8,", "selp.b32 %r3, 4,") + STORE, values)
+
+
+def test_turned_matrices():
+    """What is stored turned and loaded as it lies has rows in place of columns."""
+    values = torch.arange(32) * 2 * 0x10001 + 0x10000  # a register has the elements 2 l and 2 l + 1 of a matrix
+    body = "mov.u32 %r1, memory;\nmul.lo.u32 %r2, %r0, 16;\nadd.u32 %r1, %r1, %r2;\ncvt.u32.u64 %r3, %x;\n"
+    body += "stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%r1], {%r3};\nbar.sync 0;\n"
+    body += "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r4}, [%r1];\ncvt.u64.u32 %z, %r4;\n"
+    found = run(LOAD + body + STORE, values)
+    turned = torch.arange(64).view(8, 8).t().reshape(32, 2)
+    assert torch.equal(found, turned[:, 0] | turned[:, 1] << 16)
+    again = run(LOAD + body.replace("x1.shared", "x1.trans.shared") + STORE, values)
+    assert torch.equal(again, values)
 
 
 def test_lanes_that_part_meet_again():
@@ -477,9 +560,10 @@ MUTANTS = {
     "half of the lanes": (r"(shfl\.sync\.\w+\.b32[^;]*,)[^,;]+;", r"\1 65535;"),
     "the lane itself": (r"(shfl\.sync\.bfly\.b32[^;,]*,[^;,]*,)[^,;]+,", r"\1 0,"),
     "no wait for the cluster": (r"barrier\.cluster\.wait\.acquire\.aligned;(?!.*barrier\.cluster\.wait)", ""),
+    "no wait for copies": (r"cp\.async\.wait_group\s+\d+;", ""),
 }
 
-CONTRACTION, BARRIER, MASK, LANE, OF_CLUSTER = MUTANTS
+CONTRACTION, BARRIER, MASK, LANE, OF_CLUSTER, COPIES = MUTANTS
 
 #: Of each kernel a call that launches it: rows, hidden size, whether gradients are wanted; and the mutants that it has.
 KERNELS = {
@@ -506,6 +590,8 @@ KERNELS = {
         ("backward_rows", 2, 20_000, True, [CONTRACTION, BARRIER, MASK, LANE]),
         ("weight_blocks", 3, 16_384, True, [CONTRACTION]),
         ("add_blocks", 520, 2100, True, [CONTRACTION, BARRIER]),
+        ("int8_linear", 20, 256, False, [CONTRACTION, BARRIER, COPIES]),
+        ("int8_linear", 3, 256, False, [BARRIER, COPIES]),
     ],
 }[BACKEND]
 
@@ -521,6 +607,9 @@ def forget():
 
 def results(case, gradients, kernel):
     """What a call with this kernel returns, and its gradients."""
+    if kernel == "int8_linear":
+        given = tensors((case.rows, 144, case.hidden), F32)
+        return (fusednorm.int8_linear(**given),)
     given = [tensor.requires_grad_(gradients) for tensor in operands(case)]
     if kernel.startswith("log_prob"):
         given = given[:1]

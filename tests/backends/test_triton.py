@@ -24,6 +24,7 @@ from fusednorm.backends.kernel_keys import (
     GateKind,
     GateOfNorm,
     LogProbKind,
+    ProductKind,
     QuantizerKind,
     RotationKind,
 )
@@ -33,6 +34,7 @@ from fusednorm.backends.triton import host as triton_host
 from fusednorm.calls.call import AroundNorm, Flags, Forward, GateSteps, operation_of
 from fusednorm.calls.scalars import in_float32
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, covering, operands
+from fusednorm.conformance.test_int8_linear import tensors
 from fusednorm.engine.execute import backward as differentiate
 
 pytest.importorskip("triton", reason="Triton is not installed; tox -e triton installs it")
@@ -445,6 +447,48 @@ def test_gates_on_amd(target):
         kernel = triton_host.compiled(variant, target)
         assert unlike_the_source("rows", BF16, kernel) == []
         assert set(re.findall(r"\.[vs]gpr_spill_count:\s*(\d+)", kernel.asm["amdgcn"])) == {"0"}
+
+
+def int8_variants(lanes):
+    """Kernels of products of int8: of few rows and of many, with and without what is optional."""
+    for few, bias, zero_point, out in ((True, None, False, BF16), (False, F32, True, F16), (False, BF16, False, F16)):
+        yield triton_gpu.product_variant(ProductKind(bias, zero_point, out, few, 16, 16), lanes)
+
+
+@pytest.mark.parametrize("target", [NVIDIA[1], NVIDIA[2], NVIDIA[3]], ids=lambda target: f"sm_{target.arch}")
+def test_products_of_int8(target):
+    """By tensor cores, of numbers that are copied while others are multiplied; each operation rounded by itself."""
+    for variant in int8_variants(32):
+        kernel, _ = sound(variant, target)
+        ptx = kernel.asm["ptx"]
+        assert "mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32" in ptx
+        assert "wgmma" not in ptx
+        assert "tcgen05" not in ptx
+        assert "cp.async.cg.shared.global" in ptx
+        assert kernel.metadata.shared <= 64 * 1024
+
+
+@pytest.mark.parametrize("target", [AMD[1], AMD[3]], ids=lambda target: target.arch)
+def test_products_of_int8_on_amd(target):
+    """By matrix cores; nothing fused, nothing flushed, nothing spilled."""
+    for variant in int8_variants(target.warp_size):
+        kernel = triton_host.compiled(variant, target)
+        assert re.search(r"v_mfma_i32_\w*i8|v_wmma_i32_\w*iu8", kernel.asm["amdgcn"])
+        # Whole numbers as floats, from the halves of 64 bits where there are zero points: their sum is rounded once.
+        allowed = {"v_cvt_f32_i32", "v_cvt_f32_u32", "v_ldexp_f32"}
+        found = map(str, unlike_the_source("int8_linear", BF16, kernel))
+        assert {one for one in found if not re.search(r"_i32_\w*i", one)} <= allowed
+        assert set(re.findall(r"\.[vs]gpr_spill_count:\s*(\d+)", kernel.asm["amdgcn"])) == {"0"}
+
+
+def test_products_of_int8_on_an_old_gpu(monkeypatch):
+    """Triton cannot compile them for Turing: the formula computes them, which the reason says."""
+    operation = fusednorm.explain(tensors((3, 8, 64))["q"], function=fusednorm.int8_linear).operation
+    for capability, suits in ((75, False), (80, True)):
+        target = GPUTarget("cuda", capability, 32), ""
+        monkeypatch.setattr(triton_host, "active_target", lambda target=target: target)
+        reasons = triton_gpu.unsuitable(operation)
+        assert reasons == [] if suits else "compute capability 8.0 and newer" in reasons[0]
 
 
 @pytest.mark.parametrize(("y", "z"), [(F16, BF16), (BF16, F16)])

@@ -46,6 +46,15 @@ def test_who_rotates(monkeypatch):
     assert asked == [None, Step("rotate", None, (heads.dtype,))]
 
 
+def test_who_multiplies_int8():
+    q = torch.zeros(3, 8, dtype=torch.int8)
+    plan = explain(q, function=fusednorm.int8_linear).plan
+    assert plan.startswith("C kernels for")
+    assert plan.endswith("; int8_linear runs by a call of its own")
+    with pytest.raises(TypeError, match="q must be int8, got float32; pass q of int8_linear as x"):
+        explain(q.float(), function=fusednorm.int8_linear)
+
+
 def test_who_quantizes():
     assert explain(X, quantization=TOKEN).plan.endswith("; the rows are quantized in the same call")
     with fusednorm.use_backend("reference"):

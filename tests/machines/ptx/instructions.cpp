@@ -225,8 +225,8 @@ template <Shuffle HOW> void shuffled(Warp& w, const Instruction& i, u32 lanes) {
     });
 }
 
-// The greatest value of the lanes of a mask: operands d, a, the mask.
-void greatest_of_lanes(Warp& w, const Instruction& i, u32 lanes) {
+// What joins the values of the lanes of a mask: operands d, a, the mask.
+template <auto JOIN> void joined_lanes(Warp& w, const Instruction& i, u32 lanes) {
     i32 given[LANES];
     for (int l = 0; l < LANES; l++) given[l] = get<i32>(w[i.operands[1]][l]);
     u64 *d = w[i.operands[0]], *mask = w[i.operands[2]];
@@ -234,11 +234,37 @@ void greatest_of_lanes(Warp& w, const Instruction& i, u32 lanes) {
         const u32 members = (u32)mask[l];
         if (!(members >> l & 1)) throw Fault(i.name + ": a lane is not in its own mask");
         if (members & ~lanes) throw Fault(i.name + ": lanes of the mask are missing");
-        i32 greatest = given[l];
+        i32 found = given[l];
         for (int from = 0; from < LANES; from++)
-            if (members >> from & 1 && given[from] > greatest) greatest = given[from];
-        d[l] = (u32)greatest;
+            if (members >> from & 1 && from != l) found = JOIN(found, given[from]);
+        d[l] = (u32)found;
     });
+}
+
+// A tile of 16 x 8 sums of 32 products of int8, which are added to others and limited to what int32 holds: operands d (4
+// registers), a (4), b (2), c (4). Lane l has rows l / 4 and 8 more, and of those two sums, beginning at column 2 (l % 4);
+// of a and b it has four numbers of a row or a column, beginning at 4 (l % 4), and those 16 further on.
+void matrix_product(Warp& w, const Instruction& i, u32 lanes) {
+    if (lanes != ~0u) throw Fault(i.name + ": a part of a warp");
+    signed char a[16][32], b[8][32];
+    i64 sums[16][8];
+    for (int l = 0; l < LANES; l++) {
+        const int group = l / 4, within = l % 4;
+        for (int r = 0; r < 4; r++)
+            for (int n = 0; n < 4; n++)
+                a[group + r % 2 * 8][within * 4 + r / 2 * 16 + n] = (signed char)(w[i.operands[4 + r]][l] >> 8 * n);
+        for (int r = 0; r < 2; r++)
+            for (int n = 0; n < 4; n++) b[group][within * 4 + r * 16 + n] = (signed char)(w[i.operands[8 + r]][l] >> 8 * n);
+        for (int r = 0; r < 4; r++) sums[group + r / 2 * 8][within * 2 + r % 2] = get<i32>(w[i.operands[10 + r]][l]);
+    }
+    for (int row = 0; row < 16; row++)
+        for (int column = 0; column < 8; column++)
+            for (int k = 0; k < 32; k++) sums[row][column] += a[row][k] * b[column][k];
+    for (int l = 0; l < LANES; l++)
+        for (int r = 0; r < 4; r++) {
+            const i64 sum = sums[l / 4 + r / 2 * 8][l % 4 * 2 + r % 2];
+            w[i.operands[r]][l] = (u32)(i32)std::clamp<i64>(sum, INT32_MIN, INT32_MAX);
+        }
 }
 
 void nothing(Warp&, const Instruction&, u32) {}
@@ -412,6 +438,7 @@ Table table() {
     add_narrow_comparisons<of_bfloat16>(to, "bf16");
     add_floats<float>(to, "f32");
     add_floats<double>(to, "f64");
+    add_conversions<signed char>(to, "s8");
     add_conversions<short>(to, "s16");
     add_conversions<u16>(to, "u16");
     add_conversions<i32>(to, "s32");
@@ -473,7 +500,9 @@ Table table() {
     to["shfl.sync.down.b32"] = {shuffled<DOWN>, TOGETHER};
     to["shfl.sync.bfly.b32"] = {shuffled<XOR>, TOGETHER};
     to["shfl.sync.idx.b32"] = {shuffled<INDEX>, TOGETHER};
-    to["redux.sync.max.s32"] = {greatest_of_lanes, TOGETHER};
+    to["redux.sync.max.s32"] = {joined_lanes<[](i32 a, i32 b) { return std::max(a, b); }>, TOGETHER};
+    to["redux.sync.add.s32"] = {joined_lanes<[](i32 a, i32 b) { return (i32)((u32)a + (u32)b); }>, TOGETHER};
+    to["mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32"] = {matrix_product, TOGETHER};
     set("prefetch.global.L2", nothing);
     set("griddepcontrol.launch_dependents", nothing);
     set("griddepcontrol.wait", [](Warp& w, const Instruction&, u32) { w.waited_for_kernels_before = true; });

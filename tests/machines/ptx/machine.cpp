@@ -122,6 +122,8 @@ void begin(Warp& w, const Kernel& kernel, const Shape& shape) {
     w.state = Warp::RUNS;
     w.barriers = w.arrivals = w.waits = 0;
     w.waited_for_kernels_before = !shape.early;
+    w.copies.clear();
+    w.groups.clear();
     for (const Kernel::Constant& c : kernel.constants) {
         for (int l = 0; l < LANES; l++) {
             const u64 values[] = {c.value,
@@ -211,7 +213,7 @@ void launch(const Kernel& kernel, const Shape& shape, const void* parameters) {
         for (Block& block : cluster.blocks) {
             // What nobody wrote is a NaN, also in registers.
             block.memory.assign(kernel.shared + shape.shared, (char)0xFF);
-            block.records.resize(block.memory.size() / 2 + 1);
+            block.records.resize(block.memory.size() + 1);
         }
         cluster.warps.resize(shape.cluster * shape.threads / LANES);
         for (Warp& w : cluster.warps) w.registers.assign((size_t)kernel.registers * LANES, ~(u64)0);

@@ -17,7 +17,7 @@ using u64 = uint64_t;
 using i32 = int32_t;
 using i64 = int64_t;
 
-constexpr int LANES = 32, MOST_OPERANDS = 12;
+constexpr int LANES = 32, MOST_OPERANDS = 14;
 
 // The kernel does what a GPU does not promise, or what this machine does not know.
 struct Fault : std::runtime_error {
@@ -83,10 +83,17 @@ struct Stamp {
     i32 thread = 0, block_barriers = 0, warp_barriers = 0, arrivals = 0;
 };
 
-// The last accesses to two bytes: a GPU orders accesses of two threads by barriers between them only.
+// The last accesses to two bytes, or to one: a GPU orders accesses of two threads by barriers between them only.
 struct Record {
     Stamp written, read, read_by_another;
     bool read_by_blocks = false;  // of which no barrier is common
+};
+
+// A copy from global to shared memory that a thread has begun and not waited for.
+struct Copy {
+    int lane, bytes;
+    u64 to, from;
+    bool zeros;  // in place of what is there
 };
 
 struct Cluster;
@@ -96,7 +103,8 @@ struct Block {
     int place;  // among the blocks that run
     Cluster* cluster;
     std::vector<char> memory;
-    std::vector<Record> records;
+    std::vector<Record> records;  // of each byte; those at even addresses stand for the next one too, unless by_bytes
+    bool by_bytes = false;        // whether single bytes were accessed
     int warps_alive, arrived = 0, barriers = 0;
 };
 
@@ -110,6 +118,8 @@ struct Warp {
     enum { RUNS, AT_BLOCK_BARRIER, AT_CLUSTER_BARRIER, ENDED } state;
     int barriers, arrivals, waits;
     bool waited_for_kernels_before;
+    std::vector<Copy> copies;
+    std::vector<size_t> groups;  // of copies: where each ends
 
     u64* operator[](i64 number) { return &registers[number * LANES]; }
     u32 mask_of(i64 number) {

@@ -18,7 +18,7 @@ namespace {
 constexpr int PAGE = 4096, MOST_PAGES = 1024, MOST_BLOCKS = 16;
 
 // Bytes of the widest access.
-constexpr int MOST_BYTES = 64;
+constexpr int MOST_BYTES = 8 * (MOST_OPERANDS - 2);
 
 // Accesses to single bytes are watched apart from others where the address is odd: no kernel mixes both.
 struct Page {
@@ -146,7 +146,7 @@ Block& block_of(Warp& w, const Instruction& i, u64 address, bool of_cluster) {
     return *block;
 }
 
-// Reads or writes `bytes` bytes of shared memory, two at a time.
+// Reads or writes `bytes` bytes of shared memory, two at a time, or one by one once a single one was accessed.
 void access_shared(Warp& w, const Instruction& i, int lane, u64 address, int bytes, char* values, bool writes,
                    bool of_cluster) {
     Block& block = block_of(w, i, address, of_cluster);
@@ -154,13 +154,18 @@ void access_shared(Warp& w, const Instruction& i, int lane, u64 address, int byt
     if (offset % bytes) fail(w, i, "an address that is no multiple of " + std::to_string(bytes));
     if (offset + bytes > block.memory.size()) fail(w, i, "an address outside of shared memory");
     const u32 serial = w.block->cluster->serial;
-    for (int b = 0; b < bytes; b += 2) {
-        Record& r = block.records[(offset + b) / 2];
+    if (bytes == 1 && !block.by_bytes) {
+        for (size_t even = 0; even + 1 < block.records.size(); even += 2) block.records[even + 1] = block.records[even];
+        block.by_bytes = true;
+    }
+    const int step = block.by_bytes ? 1 : 2;
+    for (int b = 0; b < bytes; b += step) {
+        Record& r = block.records[offset + b];
         char* memory = &block.memory[offset + b];
         if (!writes && r.written.serial != serial) fail(w, i, "shared memory is read that nobody wrote");
-        note(r, w, i, w.thread(lane), serial, writes, writes && memcmp(memory, values + b, 2) == 0);
-        if (writes) memcpy(memory, values + b, 2);
-        else memcpy(values + b, memory, 2);
+        note(r, w, i, w.thread(lane), serial, writes, writes && memcmp(memory, values + b, step) == 0);
+        if (writes) memcpy(memory, values + b, step);
+        else memcpy(values + b, memory, step);
     }
 }
 
@@ -238,24 +243,65 @@ template <int BYTES, bool SIGNED> void load_parameter(Warp& w, const Instruction
 }
 
 // Matrices of 8 x 8 elements of two bytes: lane 8 * k + r has the address of row r of matrix k, and lane l gets or gives
-// elements 2 * (l % 4) and the next of row l / 4. Operands as of loads.
-template <bool WRITES> void access_matrices(Warp& w, const Instruction& i, u32 lanes) {
+// elements 2 * (l % 4) and the next of row l / 4, or, TURNED, of column l / 4. Operands as of loads.
+template <bool WRITES, bool TURNED> void access_matrices(Warp& w, const Instruction& i, u32 lanes) {
     if (lanes != ~0u) fail(w, i, "a matrix of a part of a warp");
     u64 rows[LANES];  // a register of an address may also be one of a result
     for (int l = 0; l < LANES; l++) rows[l] = w[i.operands[0]][l] + i.operands[1];
     for (int k = 2; k < i.count; k++) {
         for (int l = 0; l < LANES; l++) {
-            const u64 row = rows[8 * (k - 2) + l / 4];
-            if (row % 16) fail(w, i, "a row of a matrix at an address that is no multiple of 16");
             u64& value = w[i.operands[k]][l];
             char bytes[4];
             memcpy(bytes, &value, 4);
-            access_shared(w, i, l, row + 4 * (l % 4), 4, bytes, WRITES, false);
+            for (int e = 0; e < 2; e++) {
+                const int element = 2 * (l % 4) + e, other = l / 4;
+                const u64 row = rows[8 * (k - 2) + (TURNED ? element : other)];
+                if (row % 16) fail(w, i, "a row of a matrix at an address that is no multiple of 16");
+                access_shared(w, i, l, row + 2 * (TURNED ? other : element), 2, bytes + 2 * e, WRITES, false);
+            }
             if (!WRITES) value = widened<4, false>(bytes);
         }
     }
     if (!counting) return;
     i.units += i.count - 2;  // a pass for each matrix, whose rows are apart
+}
+
+// A copy from global to shared memory that goes on beside the program: operands are both addresses and offsets, how many
+// bytes, and how many of them are read; the others become zeros. Until it has been waited for, what is there is undefined.
+void begin_copy(Warp& w, const Instruction& i, u32 lanes) {
+    each(lanes, [&](int l) {
+        const u64 to = w[i.operands[0]][l] + i.operands[1], from = w[i.operands[2]][l] + i.operands[3];
+        const int bytes = (int)w[i.operands[4]][l], given = (int)w[i.operands[5]][l];
+        if (given != 0 && given != bytes) fail(w, i, "a copy of a part of its bytes");
+        if (given && from % bytes) fail(w, i, "an address that is no multiple of " + std::to_string(bytes));
+        char undefined[MOST_BYTES];
+        memset(undefined, 0xFF, sizeof undefined);
+        access_shared(w, i, l, to, bytes, undefined, true, false);
+        w.copies.push_back({l, bytes, to, from, given == 0});
+    });
+}
+
+// Waits for all groups of copies but the last ones: the operand says how many.
+void wait_for_copies(Warp& w, const Instruction& i, u32 lanes) {
+    if (lanes != ~0u) fail(w, i, "a part of a warp waits for copies");
+    const size_t left = std::min<size_t>(w[i.operands[0]][0], w.groups.size());
+    const size_t over = w.groups.size() - left, count = over ? w.groups[over - 1] : 0;
+    for (size_t n = 0; n < count; n++) {
+        const Copy& copy = w.copies[n];
+        char values[MOST_BYTES] = {0};
+        Accesses a;
+        a.bytes = copy.bytes;
+        a.at[copy.lane] = (char*)copy.from;
+        if (!copy.zeros && check_global(w, i, 1u << copy.lane, a, false)) {
+            for (int b = 0; b < copy.bytes; b += 2)
+                if (Record* r = record_of(w, copy.from + b)) note(*r, w, i, w.thread(copy.lane), launch_serial, false, false);
+            memcpy(values, (char*)copy.from, copy.bytes);
+        }
+        access_shared(w, i, copy.lane, copy.to, copy.bytes, values, true, false);
+    }
+    w.copies.erase(w.copies.begin(), w.copies.begin() + count);
+    w.groups.erase(w.groups.begin(), w.groups.begin() + over);
+    for (size_t& end : w.groups) end -= count;
 }
 
 template <int BYTES, bool SIGNED>
@@ -288,10 +334,18 @@ void add_memory(std::map<std::string, std::pair<Handler, Kind>>& to) {
     for (const char* type : {"b8", "v2.b8", "v4.b8", "u8", "v2.u8", "v4.u8"}) {
         to[std::string("ld.global.") + type] = {load_global<1, false>, PLAIN};
         to[std::string("st.global.") + type] = {store_global<1>, PLAIN};
+        to[std::string("ld.shared.") + type] = {load_shared<1, false>, PLAIN};
+        to[std::string("st.shared.") + type] = {store_shared<1, false>, PLAIN};
     }
+    to["cp.async.ca.shared.global"] = to["cp.async.cg.shared.global"] = {begin_copy, PLAIN};
+    to["cp.async.commit_group"] = {[](Warp& w, const Instruction&, u32) { w.groups.push_back(w.copies.size()); }, TOGETHER};
+    to["cp.async.wait_group"] = {wait_for_copies, TOGETHER};
     for (const char* count : {"x1", "x2", "x4"}) {
-        to[std::string("ldmatrix.sync.aligned.m8n8.") + count + ".shared.b16"] = {access_matrices<false>, TOGETHER};
-        to[std::string("stmatrix.sync.aligned.m8n8.") + count + ".shared.b16"] = {access_matrices<true>, TOGETHER};
+        const std::string of = std::string(".sync.aligned.m8n8.") + count;
+        to["ldmatrix" + of + ".shared.b16"] = {access_matrices<false, false>, TOGETHER};
+        to["ldmatrix" + of + ".trans.shared.b16"] = {access_matrices<false, true>, TOGETHER};
+        to["stmatrix" + of + ".shared.b16"] = {access_matrices<true, false>, TOGETHER};
+        to["stmatrix" + of + ".trans.shared.b16"] = {access_matrices<true, true>, TOGETHER};
     }
     to["mapa.shared::cluster.u32"] = {[](Warp& w, const Instruction& i, u32 lanes) {
                                           u64 *d = w[i.operands[0]], *a = w[i.operands[1]], *rank = w[i.operands[2]];

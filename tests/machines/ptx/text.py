@@ -185,6 +185,11 @@ class Reader:
             numbers = [*self.address(operands[1]), *self.several(operands[0])]
         elif name.startswith(("st.", "stmatrix.")):
             numbers = [*self.address(operands[0]), *self.several(operands[1])]
+        elif name.startswith("cp.async.c") and len(operands) > 1:  # of bytes, of which some may be zeros
+            more = operands[3] if len(operands) > 3 else operands[2]
+            numbers = [*self.address(operands[0]), *self.address(operands[1]), *map(self.operand, (operands[2], more))]
+        elif name.startswith("mma."):
+            numbers = [number for operand in operands for number in self.several(operand)]
         elif name.startswith("prefetch."):
             numbers = self.address(operands[0])
         elif name.startswith("mov.") and "{" in rest:
