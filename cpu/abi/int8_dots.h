@@ -19,6 +19,7 @@ const struct fn_int8_dots *fn_int8_dots(void); /* of the instruction set in use 
 const struct fn_int8_dots *fn_int8_dots_of(const char *isa); /* the best for an instruction set, on this processor */
 
 int fn_has_avx512_vnni(void);
+int fn_has_avx_vnni(void);
 int fn_has_neon_dot(void);
 
 #endif

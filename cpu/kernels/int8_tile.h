@@ -9,6 +9,7 @@
  *   store_sums                 of four vectors of sums the sum of each
  *   zero                       no sums
  */
+#define FETCHED_AHEAD 8192 /* at least so many bytes: memory takes as long as reading them */
 #define TILE_OF_(name) tile_##name
 #define TILE_OF(name) TILE_OF_(name)
 #define DOTS_OF_(name) dots_##name
@@ -28,7 +29,7 @@
         }                                                                                \
     } while (0)
 
-/* Four columns, while those `ahead` are fetched; fewer are the last one several times, whose sums are not stored. */
+/* Four columns, while those `ahead` bytes further on are fetched; fewer are the last one several times, whose sums are not stored. */
 FN_INLINE void TILE_OF(NAME)(int rows, const char *x, int64_t row_step, int columns, const int8_t *w, int64_t w_step, int64_t n, int32_t *sums,
                              int64_t step, int64_t ahead) {
     S s[ROWS][4];
@@ -61,24 +62,25 @@ FN_INLINE void TILE_OF(NAME)(int rows, const char *x, int64_t row_step, int colu
 
 static void DOTS_OF(NAME)(int rows, const void *from, int64_t row_step, int columns, const int8_t *w, int64_t w_step, int64_t n, int32_t *sums,
                           int64_t step) {
-    for (int c = 0; c < columns; c += 4, w += 4 * w_step) {
+    const int64_t four = 4 * w_step, ahead = four ? (FETCHED_AHEAD / four + 1) * four : 0; /* one row may be all columns */
+    for (int c = 0; c < columns; c += 4, w += four) {
         const int of = columns - c < 4 ? columns - c : 4;
         const char *x = from;
         for (int r = 0; r < rows; r += ROWS, x += ROWS * row_step) {
             int32_t *const to = sums + r * step + c;
-            const int64_t ahead = r ? 0 : 4 * w_step;
             switch (rows - r) {
-            case 1: TILE_OF(NAME)(1, x, row_step, of, w, w_step, n, to, step, ahead); break;
+            case 1: TILE_OF(NAME)(1, x, row_step, of, w, w_step, n, to, step, r ? 0 : ahead); break;
 #if ROWS > 2
-            case 2: TILE_OF(NAME)(2, x, row_step, of, w, w_step, n, to, step, ahead); break;
-            case 3: TILE_OF(NAME)(3, x, row_step, of, w, w_step, n, to, step, ahead); break;
+            case 2: TILE_OF(NAME)(2, x, row_step, of, w, w_step, n, to, step, r ? 0 : ahead); break;
+            case 3: TILE_OF(NAME)(3, x, row_step, of, w, w_step, n, to, step, r ? 0 : ahead); break;
 #endif
-            default: TILE_OF(NAME)(ROWS, x, row_step, of, w, w_step, n, to, step, ahead);
+            default: TILE_OF(NAME)(ROWS, x, row_step, of, w, w_step, n, to, step, r ? 0 : ahead);
             }
         }
     }
 }
 
+#undef FETCHED_AHEAD
 #undef TILE_OF_
 #undef TILE_OF
 #undef DOTS_OF_

@@ -13,18 +13,19 @@
 
 enum { EAX, EBX, ECX, EDX };
 
-/* One leaf of CPUID; zeros where the processor has no such leaf. */
-static void cpuid(unsigned leaf, unsigned registers[4]) {
+/* A part of a leaf of CPUID; zeros where the processor has no such leaf. */
+static void cpuid_part(unsigned leaf, unsigned part, unsigned registers[4]) {
 #if defined(_MSC_VER)
     int limit[4], values[4] = {0};
     __cpuid(limit, 0);
-    if (leaf <= (unsigned)limit[0]) __cpuidex(values, (int)leaf, 0);
+    if (leaf <= (unsigned)limit[0]) __cpuidex(values, (int)leaf, (int)part);
     for (int i = 0; i < 4; i++) registers[i] = (unsigned)values[i];
 #else
     registers[EAX] = registers[EBX] = registers[ECX] = registers[EDX] = 0;
-    __get_cpuid_count(leaf, 0, &registers[EAX], &registers[EBX], &registers[ECX], &registers[EDX]);
+    __get_cpuid_count(leaf, part, &registers[EAX], &registers[EBX], &registers[ECX], &registers[EDX]);
 #endif
 }
+static void cpuid(unsigned leaf, unsigned registers[4]) { cpuid_part(leaf, 0, registers); }
 
 /* XCR0: the register files that the operating system saves. */
 static unsigned saved_registers(void) {
@@ -59,6 +60,14 @@ int fn_has_avx512_vnni(void) {
     unsigned leaf7[4];
     cpuid(7, leaf7);
     return fn_has_avx512() && (leaf7[ECX] & 1u << 11);
+}
+
+int fn_has_avx_vnni(void) {
+    unsigned leaf7[4], more[4];
+    cpuid(7, leaf7);
+    if (!fn_has_avx2() || leaf7[EAX] == 0) return 0; /* the leaf has no other part */
+    cpuid_part(7, 1, more);
+    return more[EAX] >> 4 & 1;
 }
 
 int fn_has_avx512_fp16(void) {

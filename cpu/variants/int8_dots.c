@@ -1,6 +1,6 @@
 /*
  * Sums of products of int8 numbers on each instruction set. Integers have no order, so each takes the fastest one. VNNI multiplies
- * numbers without a sign by others with it, so 128 is added to the weight's; AVX2, and AVX-512 without VNNI, add pairs of products of int16.
+ * numbers without a sign by others with it, so 128 is added to the weight's; without VNNI pairs of products of int16 are added.
  */
 #include "abi/int8_dots.h"
 
@@ -65,6 +65,35 @@ FN_INLINE void store_sums_of_avx2(int32_t *to, __m256i a, __m256i b, __m256i c, 
 FN_TARGET_END
 static const struct fn_int8_dots avx2 = {2, take_words, dots_avx2, 0};
 
+#if __has_include(<avxvnniintrin.h>) /* of GCC 11 and Clang 12 */
+FN_TARGET("avx2,avxvnni")
+FN_INLINE __m256i bytes_of_avx_vnni(const char *row, int64_t k) { return _mm256_loadu_si256((const __m256i *)(const void *)(row + k)); }
+FN_INLINE __m256i column_of_avx_vnni(const int8_t *w) { /* 128 more, without a sign */
+    return _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)(const void *)w), _mm256_set1_epi8((char)0x80));
+}
+FN_INLINE __m256i end_of_avx_vnni(const int8_t *w, int64_t left) {
+    int8_t last[32] = {0};
+    return column_of_avx_vnni(memcpy(last, w, (size_t)left));
+}
+#define NAME avx_vnni
+#define STEP 32
+#define ROWS 2
+#define A __m256i
+#define S __m256i
+#define row_at bytes_of_avx_vnni
+#define column_at column_of_avx_vnni
+#define column_end end_of_avx_vnni
+#define add_products(s, a, b) _mm256_dpbusd_avx_epi32(s, b, a)
+#define store_sums store_sums_of_avx2
+#define zero _mm256_setzero_si256
+#include "kernels/int8_tile.h"
+FN_TARGET_END
+static const struct fn_int8_dots avx_vnni = {1, take_bytes, dots_avx_vnni, 128};
+static const struct fn_int8_dots *best_of_avx2(void) { return fn_has_avx_vnni() ? &avx_vnni : &avx2; }
+#else
+static const struct fn_int8_dots *best_of_avx2(void) { return &avx2; }
+#endif
+
 FN_TARGET("avx512f,avx512bw,avx512vl")
 FN_INLINE __m512i words_of_avx512(const char *row, int64_t k) { return _mm512_loadu_si512(row + 2 * k); }
 FN_INLINE __m512i column_of_avx512(const int8_t *w) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(const void *)w)); }
@@ -115,7 +144,7 @@ static const struct fn_int8_dots vnni = {1, take_bytes, dots_vnni, 128};
 
 const struct fn_int8_dots *fn_int8_dots_of(const char *isa) {
     if (!strcmp(isa, "scalar")) return &portable;
-    if (!strcmp(isa, "avx2")) return &avx2;
+    if (!strcmp(isa, "avx2")) return best_of_avx2();
     return fn_has_avx512_vnni() ? &vnni : &avx512;
 }
 

@@ -1,7 +1,11 @@
 """Products in C: where its blocks end, several threads, long rows, and calls that are interrupted; also of int8."""
 
+import ctypes
 import itertools
+import shutil
+import subprocess
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -124,6 +128,62 @@ def test_a_long_product_of_int8_is_interrupted():
     with interrupted(after=0.02):
         fusednorm.int8_linear(q, torch.ones(2048, 1), weight, torch.ones(3000), out=out)
     assert (out[:, -1] == -1).all()
+
+
+class Dots(ctypes.Structure):
+    """fn_int8_dots."""
+
+    _fields_ = (
+        ("size", ctypes.c_int64),
+        ("take_row", ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)),
+        (
+            "dots",
+            ctypes.CFUNCTYPE(
+                *(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p),
+                *(ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64),
+            ),
+        ),
+        ("offset", ctypes.c_int64),
+    )
+
+
+CPUINFO = Path("/proc/cpuinfo")
+
+
+@pytest.mark.skipif(
+    not (CPUINFO.exists() and "avx512_vnni" in CPUINFO.read_text() and shutil.which("cc")),
+    reason="takes a C compiler, and a processor that has AVX-VNNI's instruction, perhaps in AVX-512's encoding",
+)
+def test_sums_of_avx_vnni(tmp_path):
+    """The code for AVX-VNNI, whose instruction is encoded as AVX-512's, which is the same: few processors have both."""
+    cpu_folder, assembly, library = Path(__file__).parents[2] / "cpu", tmp_path / "dots.s", tmp_path / "dots.so"
+    compile_it = ("cc", "-std=gnu11", "-O2", "-fPIC", f"-I{cpu_folder}")
+    subprocess.run([*compile_it, "-S", cpu_folder / "variants/int8_dots.c", "-o", assembly], check=True)
+    text = assembly.read_text()
+    assert "{vex} vpdpbusd" in text
+    assembly.write_text(text.replace("{vex} vpdpbusd", "vpdpbusd"))
+    features = tmp_path / "features.c"
+    features.write_text("int fn_has_avx_vnni(void) { return 1; }\nint fn_has_avx512_vnni(void) { return 1; }\n")
+    subprocess.run([*compile_it, "-shared", assembly, features, "-o", library], check=True)
+    loaded = ctypes.CDLL(str(library))
+    loaded.fn_int8_dots_of.restype = ctypes.POINTER(Dots)
+    dots = loaded.fn_int8_dots_of(b"avx2").contents
+    assert (dots.size, dots.offset) == (1, 128)
+    generator = torch.Generator().manual_seed(0)
+    for rows, columns, size in ((1, 1, 1), (1, 5, 31), (2, 4, 32), (3, 7, 65), (5, 9, 640), (4, 6, 4100)):
+        x, weight = (torch.randint(-128, 128, (n, size), generator=generator).to(torch.int8) for n in (rows, columns))
+        x[0], weight[0] = -128, 127
+        room, sums = (
+            torch.full((rows, -(-size // 64) * 64), 77).to(torch.int8),
+            torch.zeros(rows, columns, dtype=torch.int32),
+        )
+        for row, place in zip(x, room, strict=True):
+            dots.take_row(row.data_ptr(), size, place.data_ptr())
+        dots.dots(
+            rows, room.data_ptr(), room.stride(0), columns, weight.data_ptr(), size, size, sums.data_ptr(), columns
+        )
+        expected = x.double() @ weight.double().t() + 128 * x.double().sum(-1, keepdim=True)
+        assert torch.equal(sums.double(), expected), (rows, columns, size)
 
 
 def test_int8_products_in_several_threads():
