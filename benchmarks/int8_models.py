@@ -16,6 +16,7 @@ import copy
 import io
 import pydoc_data.topics
 import statistics
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -24,12 +25,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import real_model
 import torch
 import transformers
 from torch import Tensor
 
 import fusednorm.transformers
+
+sys.path.insert(0, str(Path(__file__).parent))  # with -P the script's folder is not there
+import real_model
 
 LENGTH = 256
 
@@ -199,12 +202,12 @@ def main() -> None:
     for name, model in models.items():
         of_tokens = losses(model, pieces) if pieces else torch.zeros(2)
         words = [model.greedy(real_model.ids_of(options.folder, prompt)) for prompt in prompts]
-        cells = [f"{of_tokens.mean():.4f}", "", ""]
+        cells = [f"{of_tokens.mean():.4f}" if pieces else "", "", ""]
         if name == first:
             own, texts = of_tokens, words
         else:
             moved = of_tokens - own
-            cells[1] = f"{moved.mean():+.4f} ± {moved.std() / len(moved) ** 0.5:.4f}"
+            cells[1] = "" if not pieces else f"{moved.mean():+.4f} ± {moved.std() / len(moved) ** 0.5:.4f}"
             cells[2] = f"{sum(one == other for one, other in zip(words, texts, strict=True))} of {len(texts)} equal"
         for of_all in took.values():
             before, after = statistics.median(of_all[first]), statistics.median(of_all[name])

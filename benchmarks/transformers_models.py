@@ -5,8 +5,8 @@ hidden states and 64 greedy tokens with and without the patch, and one training 
 process. ``--profile`` says where the time of one token goes, and how long it would take if the patch took none.
 ``--encoders`` takes models with LayerNorms, and also leaves out what takes most of their time. ``--training`` measures
 the memory and the time of a step of training, and needs peft. ``--sizes`` takes models with the configurations of
-published ones and measures times alone; with ``--products`` the patch takes products too. ``--contexts`` measures one
-token after many, by torch's attention and products and by fusednorm's.
+published ones and measures times alone; with ``--products`` the patch takes products too, and with ``--int8`` layers
+are int8. ``--contexts`` measures one token after many, by torch's attention and products and by fusednorm's.
 
     python -P benchmarks/transformers_models.py
     python -P benchmarks/transformers_models.py --profile
@@ -14,6 +14,7 @@ token after many, by torch's attention and products and by fusednorm's.
     python -P benchmarks/transformers_models.py --training
     python -P benchmarks/transformers_models.py --sizes
     python -P benchmarks/transformers_models.py --sizes --products
+    python -P benchmarks/transformers_models.py --sizes --int8
     python -P benchmarks/transformers_models.py --contexts 64 1024 4096
 """
 
@@ -182,12 +183,27 @@ def answers(kind: str) -> dict[str, Any]:
     return found
 
 
+def change(model: Any, products: bool, int8: bool) -> None:
+    """Patches a model, whose layers become int8 before."""
+    if int8:
+        fusednorm.transformers.quantize(model, keep_weights=True)
+    fusednorm.transformers.patch(model, products=products)
+
+
+def undo(model: Any) -> None:
+    """Puts back all that was changed."""
+    if any(isinstance(module, fusednorm.Int8Linear) for module in model.modules()):
+        fusednorm.transformers.unquantize(model)
+    fusednorm.transformers.unpatch(model)
+
+
 def times(
     kind: str,
     rounds: int,
     shape: dict[str, Any] = SHAPE,
     clock: Callable[[], float] = time.perf_counter,
     products: bool = False,
+    int8: bool = False,
 ) -> dict[str, tuple[float, float]]:
     """Milliseconds without and with the patch: 128 tokens at once, and one token after them.
 
@@ -202,9 +218,9 @@ def times(
     with torch.no_grad():
         for turn in range(2 * rounds + 2):
             if turn % 2:
-                fusednorm.transformers.patch(model, products=products)
+                change(model, products, int8)
             else:
-                fusednorm.transformers.unpatch(model)
+                undo(model)
             cache = prefill()
 
             def decode(cache: Any = cache) -> Any:
@@ -444,7 +460,7 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def sizes(rounds: int, products: bool) -> None:
+def sizes(rounds: int, products: bool, int8: bool) -> None:
     """Prints a line for each published configuration, with times on the processor: a large model is slow to repeat."""
     print(
         "| Configuration | Parameters | Logits with the same bits | Decode, ms | Prefill of 128, ms |\n"
@@ -453,13 +469,13 @@ def sizes(rounds: int, products: bool) -> None:
     )
     for name, (kind, shape) in PUBLISHED.items():
         model = build(kind, shape, torch.bfloat16)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
         with torch.no_grad():
             before = model(tokens(1, 32)).logits
-            fusednorm.transformers.patch(model, products=products)
+            change(model, products, int8)
             equal = (model(tokens(1, 32)).logits == before).double().mean().item()
-        parameters = sum(parameter.numel() for parameter in model.parameters())
         del model
-        took = times(kind, rounds, shape, time.process_time, products)
+        took = times(kind, rounds, shape, time.process_time, products, int8)
         cells = (f"{a:.0f} -> {b:.0f} ({a / b:.2f}x)" for a, b in (took["decode"], took["prefill"]))
         print(f"| {name} | {parameters / 1e9:.2f}e9 | {equal:.1%} | {' | '.join(cells)} |", flush=True)
 
@@ -514,6 +530,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--sizes", action="store_true")
     parser.add_argument("--products", action="store_true")
+    parser.add_argument("--int8", action="store_true")
     parser.add_argument("--training", action="store_true")
     parser.add_argument("--contexts", nargs="+", type=int, metavar="KEYS")
     arguments = parser.parse_args()
@@ -521,7 +538,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     if arguments.sizes:
-        sizes(arguments.rounds, arguments.products)
+        sizes(arguments.rounds, arguments.products, arguments.int8)
         return
     if arguments.contexts:
         contexts(arguments.contexts, arguments.rounds)

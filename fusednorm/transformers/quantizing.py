@@ -44,7 +44,7 @@ class Quantized:
 
     Attributes:
         layers: number of linear layers in int8.
-        bytes_before: of their weights; a weight that the embedding keeps counts.
+        bytes_before: of their weights, but for one that the embedding keeps.
         bytes_after: of their weights and scales.
         entries: by class.
     """
@@ -61,7 +61,7 @@ class Quantized:
             for entry in self.entries
         ]
         before, after = self.bytes_before / 1e6, self.bytes_after / 1e6
-        return "\n".join([*lines, f"{self.layers} layers in int8: {before:.1f} MB of weights became {after:.1f} MB"])
+        return "\n".join([*lines, f"{self.layers} layers in int8: {after:.1f} MB in place of {before:.1f} MB of weights"])
 
     __repr__ = __str__  # an interpreter shows a call's result by its repr
 
@@ -138,19 +138,19 @@ def quantize(model: torch.nn.Module, *, skip: Collection[str] = (), keep_weights
         raise ValueError(f"model must have a linear layer that can be replaced, but {why}")
     made = [_made_of(place) for place in _with_progress(taken)]
     outcomes = Counter((type(place.module).__name__, reasons[place.name] or "Int8Linear") for place in places)
-    weights = [place.module.weight for place in taken]
+    shared = [len(having[id(place.module.weight)]) > 1 for place in taken]
+    own = [place.module.weight for place, is_shared in zip(taken, shared, strict=True) if not is_shared]
     report = Quantized(
         layers=len(made),
-        bytes_before=sum(map(_bytes, weights)),  # type: ignore[arg-type]
+        bytes_before=sum(map(_bytes, own)),  # type: ignore[arg-type]
         bytes_after=sum(_bytes(one.weight) + _bytes(one.weight_scale) for one in made),
         entries=tuple(Entry(name, count, what == "Int8Linear", what) for (name, what), count in outcomes.items()),
     )
-    tied = any(len(having[id(place.module.weight)]) > 1 for place in taken)
     for place, one in zip(taken, made, strict=True):
         _put(place, one, keep_weights)
     left_alone = [place.name for place in places if reasons[place.name]]
     for name, top in _of_transformers(model):
-        _configure(top, [one.removeprefix(name) for one in left_alone if one.startswith(name)], tied)
+        _configure(top, [one.removeprefix(name) for one in left_alone if one.startswith(name)], any(shared))
     _logger.info("%s", report)
     return report
 
