@@ -4,8 +4,8 @@
     python -P docs/examples/one_digest.py path/to/model          # your model, in bfloat16
     python -P docs/examples/one_digest.py --threads 1 --tokens 4 # few, on a slow machine
 
-A text of some tokens is read whole, in two chunks, token by token from the cache, and in a batch of four with padding on
-the left: by transformers alone, with fusednorm's products and attention, and with int8 in place of these products. Each
+A text of some tokens is read whole, in two chunks, token by token from the cache, and in a batch of four with padding
+on the left: by transformers alone, with fusednorm's products and attention, and with int8 in place of these. Each
 instruction set of this processor does so, on one thread and on two, in processes of their own, where torch uses this
 instruction set too. One digest of all logits is printed where all of these have the same bits, and else how many there
 are. Compare it with that of another machine. It needs transformers.
@@ -59,10 +59,8 @@ def model_of(folder, kind):
     import transformers
 
     transformers.logging.disable_progress_bar()
-    if folder:
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    else:
-        model = made()
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model = load(folder, dtype=torch.bfloat16) if folder else made()
     if kind == "int8":
         fusednorm.transformers.quantize(model)
     if kind != "transformers":

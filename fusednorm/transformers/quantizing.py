@@ -28,7 +28,7 @@ from fusednorm.transformers.replacing import Patched, attach, detach, replaced
 
 _logger = logging.getLogger("fusednorm.transformers")
 
-#: What compressed-tensors calls layers of :class:`fusednorm.Int8Linear`.
+#: The scheme of layers of :class:`fusednorm.Int8Linear`, in the words of compressed-tensors.
 _OF_WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
 _OF_ROWS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 _GROUP = {"targets": ["Linear"], "weights": _OF_WEIGHTS, "input_activations": _OF_ROWS}
@@ -61,7 +61,8 @@ class Quantized:
             for entry in self.entries
         ]
         before, after = self.bytes_before / 1e6, self.bytes_after / 1e6
-        return "\n".join([*lines, f"{self.layers} layers in int8: {after:.1f} MB in place of {before:.1f} MB of weights"])
+        lines.append(f"{self.layers} layers in int8: {after:.1f} MB in place of {before:.1f} MB of weights")
+        return "\n".join(lines)
 
     __repr__ = __str__  # an interpreter shows a call's result by its repr
 
@@ -261,7 +262,7 @@ def _reason(
         return f"its weight is that of {len(others)} other modules too"
     *path, name = place.name.split(".")
     for end in range(len(path) + 1):
-        of_class = type(model.get_submodule(".".join(path[:end])))
+        of_class: Any = type(model.get_submodule(".".join(path[:end])))
         if re.search(rf"\bself\.(\w+\.)*{re.escape(name)}\.(weight|bias)\b", _source(of_class)):
             return f"the code of {of_class.__name__} reads its weight"
     return None
