@@ -86,7 +86,7 @@ def int8_linear(
             "int8_linear(): one of the arguments requires grad, and products of int8 have no gradients; wrap the call "
             "in torch.no_grad(), or train with fusednorm.linear"
         )
-    if isinstance(weight_scale, Tensor) and weight_scale.shape[1:] == (1,):
+    if isinstance(weight_scale, Tensor) and not weight_scale.is_nested and weight_scale.shape[1:] == (1,):
         weight_scale = weight_scale[:, 0]
     operands = {"q": q, "scale": scale, "weight": weight, "weight_scale": weight_scale, "bias": bias}
     return _INT8_LINEAR("int8_linear", **operands, zero_point=zero_point, out_dtype=out_dtype, out=out)
