@@ -52,7 +52,8 @@ def listed(request):
 def test_explain_names_it(listed):
     residual = torch.zeros(2, 128) if "residual" in listed.operands else None
     for function in filter(None, (listed.function, listed.in_place)):
-        text = str(fusednorm.explain(torch.zeros(2, 128), residual, function=function))
+        x = torch.zeros(2, 128, dtype=torch.int8 if listed.name == "int8_linear" else None)
+        text = str(fusednorm.explain(x, residual, function=function))
         own = listed.name in ("linear", "int8_linear", "modulate", "attention", "paged_attention") and "cpu:" in text
         by = "a call of its own" if own else "torch's operations"
         assert listed.steps or f"{listed.name} runs by {by}" in text
