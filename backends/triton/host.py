@@ -31,7 +31,7 @@ from fusednorm.backends.kernel_keys import (
     programs,
     scratch_of,
 )
-from fusednorm.calls import c_abi
+from fusednorm.calls import c_quantizer
 from fusednorm.calls.c_enums import Share
 from fusednorm.calls.call import (
     AnyCall,
@@ -81,7 +81,7 @@ _COMPILING_PAIRS = threading.Lock()
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 _NAMES |= {torch.int8: "i8", torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64"}
 
-#: The numbers of a quantizer, as :func:`fusednorm.calls.c_abi.limits` returns them.
+#: The numbers of a quantizer, as :func:`fusednorm.calls.c_quantizer.limits` returns them.
 _LIMITS = ("qmin", "qmax", "amax_floor", "amax_limit", "scale_floor")
 
 #: Operands with one number for a group, a row or an id, which begin anywhere.
@@ -506,7 +506,7 @@ class Host:
         values |= {"numbers": self.pointer(call.out.view(torch.uint8)), "scale": self.pointer(call.scale)}
         values |= {"scale_group_stride": call.scale_strides[2], "zero_point": self.pointer(call.zero_point)}
         values |= {"zero_point_group_stride": call.zero_point_strides[2]}
-        values |= zip(_LIMITS, c_abi.limits(call.quantization, call.dtype), strict=True)
+        values |= zip(_LIMITS, c_quantizer.limits(call.quantization, call.dtype), strict=True)
         self._launch(call, call.rows, values)
 
     def declared(self, call: Call) -> None:

@@ -6,12 +6,13 @@ import functools
 import itertools
 import struct
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from fusednorm.calls.c_enums import Activation, ByteKind, DeclaredOf, Flag, GateFlag, Kind, QuantizerFlag, RotationFlag
+from fusednorm.calls.c_enums import Activation, DeclaredOf, Flag, GateFlag, RotationFlag
+from fusednorm.calls.c_quantizer import KINDS
 from fusednorm.calls.call import (
     Backward,
     Call,
@@ -26,22 +27,6 @@ from fusednorm.calls.call import (
     device_of,
     gate_steps,
 )
-from fusednorm.calls.scalars import in_float32
-
-if TYPE_CHECKING:
-    from fusednorm.calls.quantization import Quantization
-
-#: The numbers that C has for dtypes.
-KINDS: dict[torch.dtype | None, int] = {
-    None: Kind.NONE.value,
-    torch.float32: Kind.F32.value,
-    torch.float16: Kind.F16.value,
-    torch.bfloat16: Kind.BF16.value,
-    torch.float64: Kind.F64.value,
-    torch.int32: Kind.I32.value,
-    torch.int64: Kind.I64.value,
-    torch.int8: Kind.BYTE.value,
-}
 
 # Integers of this module: an attribute of an enumeration costs 0.1 us, and packing is a tenth of a short call.
 _flags = tuple(flag.value for flag in Flag)
@@ -54,7 +39,7 @@ CLAMP_AFTER, ROUND_STEPS, IN_TURNS = (flag.value for flag in GateFlag)
 _pack, _pack_seven, _pack_four, _pack_one = (
     struct.Struct(f"=10q2d{4 * operands}q{32 * (9 - operands)}x").pack for operands in (9, 7, 4, 1)
 )
-_QUANTIZATION, _RESULTS = struct.Struct("=3q5d"), struct.Struct("=12q")
+_RESULTS = struct.Struct("=12q")
 _GATE, _ROTATION = struct.Struct("=9q3d20q"), struct.Struct("=11q2d38q")
 _ABSENT: tuple[int, ...] = (0, 0, 0, 0)
 _ACTIVATIONS = {activation.name.lower(): activation.value for activation in Activation}
@@ -140,42 +125,6 @@ def pack_backward(call: Backward, threads: int = 1, block: int = 0, partial: Ten
         *_operand(call.dbias if partial is None else partial),
         *_operand(dweight),
     )
-
-
-_BYTE_KINDS = {
-    torch.int8: ByteKind.I8,
-    torch.uint8: ByteKind.U8,
-    torch.float8_e4m3fn: ByteKind.E4M3,
-    torch.float8_e5m2: ByteKind.E5M2,
-}
-_QUANTIZER_FLAGS: dict[QuantizerFlag, Callable[[Quantization], bool]] = {
-    QuantizerFlag.GIVEN_SCALE: lambda q: q.per == "tensor",
-    QuantizerFlag.SCALE_BY_RECIPROCAL: lambda q: q.scale_by == "reciprocal",
-    QuantizerFlag.APPLY_RECIPROCAL: lambda q: q.apply == "reciprocal",
-    QuantizerFlag.APPLY_RATIO: lambda q: q.apply == "ratio",
-    QuantizerFlag.RETURNS_MULTIPLIER: lambda q: q.returns == "multiplier",
-    QuantizerFlag.ZERO_POINT_128: lambda q: q.zero_point == 128,
-    QuantizerFlag.ZERO_POINT_AFTER: lambda q: q.zero_point == "after",
-    QuantizerFlag.ZERO_POINT_BEFORE: lambda q: q.zero_point == "before",
-    QuantizerFlag.SCALE_UP_TO_POWER_OF_TWO: lambda q: q.round_scale is not None,
-}
-
-
-def pack_quantization(quantization: Quantization, dtype: torch.dtype) -> bytes:
-    """The fields of ``struct fn_quantizer`` that no operand decides, for rows of this dtype."""
-    flags = sum(flag for flag, has in _QUANTIZER_FLAGS.items() if has(quantization))
-    floor = in_float32(quantization.amax_floor)
-    if quantization.floor_dtype == "input":
-        floor = torch.tensor(floor, dtype=torch.float32).to(dtype).item()
-    group = quantization.per if isinstance(quantization.per, int) else 0
-    limits = (*quantization.range, floor, in_float32(quantization.amax_limit), in_float32(quantization.scale_floor))
-    return _QUANTIZATION.pack(_BYTE_KINDS[quantization.dtype], flags, group, *limits)
-
-
-def limits(quantization: Quantization, dtype: torch.dtype) -> tuple[float, float, float, float, float]:
-    """qmin, qmax, the floor and the limit of amax, and the floor of scales, for rows of this dtype."""
-    _, _, _, qmin, qmax, *rest = _QUANTIZATION.unpack(quantization.packed[KINDS[dtype]])
-    return (qmin, qmax, *rest)
 
 
 def pack_quantize(call: Quantize, threads: int = 1) -> bytes:

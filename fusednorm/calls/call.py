@@ -6,7 +6,7 @@ The front end makes a :class:`Forward` or a :class:`Backward`, and passes it who
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.calls.c_enums import Activation
+from fusednorm.calls.features import unusual
 
 if TYPE_CHECKING:
     from fusednorm.calls.quantization import Quantization
@@ -58,11 +59,6 @@ class Flags(NamedTuple):
 #: The flags of norms, and the steps of gates, that every backend knows which knows norms, or "gate_steps".
 _FLAGS_OF_NORMS = ("eps", "weight_offset", "round_sum", "round_norm", "out_dtype", "residual_dtype", "center")
 _STEPS_OF_GATES = ("limit", "alpha", "up_offset", "clamp", "round_steps")
-
-
-def unusual(flags: Mapping[str, Any], usual: Mapping[str, Any], known: Collection[str] = ()) -> tuple[str, ...]:
-    """The names of flags that are not at their usual values, but those that are known."""
-    return tuple([name for name in flags if name not in known and flags[name] != usual.get(name, flags[name])])
 
 
 class FirstNorm(NamedTuple):

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from fusednorm.calls.c_abi import KINDS, pack_quantization
-from fusednorm.calls.call import unusual
+from fusednorm.calls.c_quantizer import KINDS, pack_quantization
+from fusednorm.calls.features import unusual
 from fusednorm.calls.scalars import in_float32
 
 #: Bits of the mantissa, and the least exponent of a normal number.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from fusednorm.calls.call import FLOATS, Step, accumulator, unusual
+from fusednorm.calls.call import FLOATS, Step, accumulator
 from fusednorm.calls.checks import (
     are_dense,
     check_affine,
@@ -30,6 +30,7 @@ from fusednorm.calls.checks import (
     check_samples,
     refuse_type,
 )
+from fusednorm.calls.features import unusual
 from fusednorm.calls.scalars import number, whole
 from fusednorm.declare.declaration import WITH_ROWS, Declaration, Result, Role
 

@@ -14,7 +14,7 @@ import torch
 import fusednorm
 from fusednorm import BackendError, fused_add_rms_norm, rms_norm
 from fusednorm.backends import cpu
-from fusednorm.calls import c_abi, c_enums
+from fusednorm.calls import c_abi, c_enums, c_quantizer
 from fusednorm.calls.call import Backward, Forward, RMSNorm
 from fusednorm.conformance.cases import (
     BF16,
@@ -329,7 +329,7 @@ def codes(c_type):
     ("name", "formats"),
     [
         ("call", [c_abi._pack.__self__.format]),
-        ("quantizer", [c_abi._QUANTIZATION.format, c_abi._RESULTS.format]),
+        ("quantizer", [c_quantizer._QUANTIZATION.format, c_abi._RESULTS.format]),
         ("gate", [c_abi._GATE.format]),
         ("rotation", [c_abi._ROTATION.format]),
     ],
@@ -355,7 +355,7 @@ def packed_operands(found):
 
 
 def described(tensor, strides=(0, 0)):
-    return c_abi.KINDS[tensor.dtype], tensor.data_ptr(), *strides
+    return c_quantizer.KINDS[tensor.dtype], tensor.data_ptr(), *strides
 
 
 @compiled
