@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -14,10 +14,29 @@ from fusednorm.calls.call import Flags
 from fusednorm.torch_ops.registered import ARGUMENTS
 
 
+class OfDTensors(NamedTuple):
+    """What is computed for DTensors: functions of ``sharding.py``, ``parts_of_rows.py`` and ``parts_of_logits.py``."""
+
+    on_rows: Callable[..., tuple[Tensor | None, ...]]
+    of_parts: Callable[..., Callable[[Flags], tuple[Tensor, Tensor | None]] | None]
+    of_parts_of_logits: Callable[..., tuple[Tensor, ...] | None]
+    parts_of_groups: Callable[..., Tensor]
+
+
+_loaders: list[Callable[[], OfDTensors]] = []
+
+#: Gives the function that imports them, when the first DTensor is met: those modules import this one.
+load_by = _loaders.append
+
+
+def _for_dtensors() -> OfDTensors:
+    return _loaders[-1]()
+
+
 def operations(*operands: Tensor | None) -> Any:
     """``torch.ops.fusednorm``. If an operand is a DTensor, torch knows by then how to shard the operations."""
     if any(map(_is_dtensor, operands)):
-        import fusednorm.torch_ops.sharding  # noqa: F401 - registers the rules
+        _for_dtensors()
     return torch.ops.fusednorm
 
 
@@ -58,9 +77,7 @@ def on_rows(
     """
     if not all(map(_is_dtensor, [t for t in operands if t is not None])):  # torch refuses a mix in its own words
         return formula(*operands)
-    import fusednorm.torch_ops.sharding
-
-    return fusednorm.torch_ops.sharding.on_rows(formula, cast(Any, operands), whole, sums or {}, joined)
+    return _for_dtensors().on_rows(formula, cast(Any, operands), whole, sums or {}, joined)
 
 
 def of_parts(
@@ -72,9 +89,7 @@ def of_parts(
     """
     if not all(map(_is_dtensor, [t for t in (x, residual, weight, bias) if t is not None])):
         return None
-    import fusednorm.torch_ops.parts_of_rows
-
-    return fusednorm.torch_ops.parts_of_rows.of_parts(cast(Any, x), residual, weight, bias, flags)  # type: ignore[no-any-return]
+    return _for_dtensors().of_parts(cast(Any, x), residual, weight, bias, flags)
 
 
 def of_parts_of_logits(
@@ -86,18 +101,14 @@ def of_parts_of_logits(
     """
     if not all(map(_is_dtensor, [t for t in operands.values() if t is not None])):
         return None
-    import fusednorm.torch_ops.parts_of_logits
-
-    return fusednorm.torch_ops.parts_of_logits.of_parts(operator, operands, flags)
+    return _for_dtensors().of_parts_of_logits(operator, operands, flags)
 
 
 def parts_of_groups(rows: Tensor, groups: int) -> Tensor:
     """[..., N] of so many groups of elements; of a DTensor each rank has whole groups."""
     if not _is_dtensor(rows):
         return rows
-    import fusednorm.torch_ops.sharding
-
-    return fusednorm.torch_ops.sharding.parts_of_groups(cast(Any, rows), groups)
+    return _for_dtensors().parts_of_groups(cast(Any, rows), groups)
 
 
 def as_placed(like: Tensor, tensor: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ from fusednorm.engine.choose import request, request_of_backward, use_backend
 from fusednorm.engine.run import as_new
 from fusednorm.reference import norm as reference
 from fusednorm.reference import quantizer
+from fusednorm.torch_ops import dtensors as _dtensors  # noqa: F401 - finds what DTensors need
 from fusednorm.torch_ops import steps as _steps  # noqa: F401 - declares them
 from fusednorm.torch_ops.dtensor_bridge import on_rows
 from fusednorm.torch_ops.gradients import backend_of, by_backend, gradients, keep, new_rstd
