@@ -1,4 +1,4 @@
-"""What a backend must know of a call: the flags that are not at their usual values."""
+"""The flags of a call that are not at their usual values, which its backend must know."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from fusednorm.torch_ops.registered import ARGUMENTS
 
 
 class OfDTensors(NamedTuple):
-    """What is computed for DTensors: functions of ``sharding.py``, ``parts_of_rows.py`` and ``parts_of_logits.py``."""
+    """Functions for DTensors: those of ``sharding.py``, ``parts_of_rows.py`` and ``parts_of_logits.py``."""
 
     on_rows: Callable[..., tuple[Tensor | None, ...]]
     of_parts: Callable[..., Callable[[Flags], tuple[Tensor, Tensor | None]] | None]
