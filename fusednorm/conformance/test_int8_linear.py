@@ -96,6 +96,6 @@ def test_rows_that_were_quantized(mode, agree):
     for quantization in ("VLLM_INT8_TOKEN_CPU", "VLLM_INT8_TOKEN_AZP_CPU"):
         q, scale, *zeros = fusednorm.quantize(x, quantization=getattr(fusednorm.quantizations, quantization))
         zero_point = zeros[0] if zeros else None
-        y = fusednorm.int8_linear(q, scale, of_weight, weight_scale[:, 0], zero_point=zero_point)
+        y = fusednorm.int8_linear(q, scale, of_weight, weight_scale, zero_point=zero_point)
         # Elements below 4 are off by half a step of at most 8/255 each, so 256 products by less than this.
         assert (y - x @ weight.t()).abs().max() < 256 * 2 * 4 * 4 / 255
