@@ -158,7 +158,11 @@ def _of_model(
     causal: bool,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    """The model's own eager attention, whose masks are added to scores; where it has none, torch's."""
+    """The attention that a patched module had before, if that was torch's, or else the model's eager attention.
+
+    Torch's knows no softcap, sinks, biases and weights. Masks of eager attention are added to scores; a model that has
+    none takes torch's.
+    """
     name = type(module).__name__
     eager = _eager(module)
     known = inspect.signature(eager).parameters if eager else {}
@@ -172,7 +176,10 @@ def _of_model(
     if causal:
         places = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
         mask = places[None, None]
-    if eager is None:
+    beyond = ("softcap", "s_aux", "position_bias", "head_mask", "output_attentions")
+    asked = any(kwargs.get(flag) is not None and kwargs[flag] is not False for flag in beyond)
+    of_torch = module.__dict__.get(_BEFORE) == "sdpa" and not asked
+    if eager is None or of_torch:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         found = sdpa_attention_forward(

@@ -1,5 +1,6 @@
 """attn_implementation="fusednorm" and patch(model, attention=True): a token's result depends on the tokens it sees."""
 
+import contextlib
 import copy
 
 import pytest
@@ -202,6 +203,37 @@ def test_what_is_left_to_the_model():
 
 
 @torch.no_grad()
+def test_what_is_left_to_torchs_attention():
+    """Where the model had it before the patch, as most have: the same kernel, on a mask that is added to scores."""
+    own = model_of("Qwen3")
+    own.set_attn_implementation("sdpa")
+    patched = copy.deepcopy(own)
+    fusednorm.transformers.patch(patched, attention=True, steps=())
+    added = torch.zeros(1, 1, 13, 13).masked_fill(torch.ones(13, 13).triu(1).bool(), -1e9).to(own.dtype)
+    added[..., 3, 1] = 0.5
+    with pytest.warns(UserWarning, match="and not bool with 4"), counted_sdpa() as calls:
+        found = patched(IDS[1:], attention_mask=added).logits
+    assert len(calls) == 2
+    assert torch.equal(found, own(IDS[1:], attention_mask=added).logits)
+    with pytest.warns(UserWarning, match="output_attentions asks for its weights"), counted_sdpa() as calls:
+        patched(IDS[1:], output_attentions=True)
+    assert not calls
+
+
+@contextlib.contextmanager
+def counted_sdpa():
+    """The calls of torch's attention in the block."""
+    calls, function = [], torch.nn.functional.scaled_dot_product_attention
+
+    def count(*operands, **more):
+        calls.append(operands)
+        return function(*operands, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", count)
+        yield calls
+
+
 def test_dropout_is_left_to_the_model():
     model = model_of("Qwen3")
     model.config.attention_dropout = 0.5
