@@ -26,6 +26,7 @@ from fusednorm.calls.call import (
     Forward,
     GateSteps,
     NormGated,
+    Operation,
     Quantize,
     RMSNorm,
     Rotate,
@@ -497,6 +498,11 @@ class ProductKind(NamedTuple):
     def dtypes(self) -> list[torch.dtype]:
         """The dtypes of the operands that are no whole numbers and no scales."""
         return [dtype for dtype in (self.out, self.bias) if dtype is not None]
+
+
+def multiplies_int8(operation: Operation) -> bool:
+    """Whether products of int8 are asked for, which no layout of rows over threads is for."""
+    return operation.step is not None and operation.step.name == "int8_linear"
 
 
 AnyKind: TypeAlias = ForwardKind | GateKind | RotationKind | LogProbKind | ProductKind

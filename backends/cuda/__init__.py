@@ -40,6 +40,7 @@ from fusednorm.backends.kernel_keys import (
     fuses,
     kind_of,
     lacking,
+    multiplies_int8,
     of_one_weight_dtype,
     scratch_of,
 )
@@ -132,7 +133,7 @@ def unavailable() -> list[str]:
 def unsuitable(operation: Operation) -> list[str]:
     """Why the backend cannot take a call."""
     size, step = operation.hidden_size, operation.step
-    if step is not None and step.name == "int8_linear":
+    if multiplies_int8(operation):
         return [] if products.is_right(operation.device) else ["torch._int_mm returns wrong sums of products here"]
     # Gradients of centered rows have two sums of each segment in shared memory, and so have entropies.
     two_sums = operation.center or (step is not None and step.name == "log_prob")
@@ -160,7 +161,7 @@ def _oldest_compiled() -> int:
 
 def plan(operation: Operation) -> str:
     """How a call will run, in words."""
-    if operation.step is not None and operation.step.name == "int8_linear":
+    if multiplies_int8(operation):
         return f"torch's products of int8 and its operations on their sums; {UNTRIED}"
     layout = Layout.of(operation.hidden_size, operation.dtypes(), 32, capability(operation.device.index))
     if layout.wide:

@@ -27,16 +27,17 @@ def int8_linear(call: Call) -> None:
     """Writes the scaled sums."""
     if not call.out.numel():
         return
-    given = call.tensors
     sums = _sums(call.q.reshape(-1, call.hidden_size), call.weight).reshape(call.out.shape)
-    of_rows = {name: None if (t := given[name]) is None else t.reshape(*call.q.shape[:-1], 1) for name in _OF_ROWS}
-    scale = of_rows["scale"]
-    assert scale is not None
-    found = scaled(sums, scale, call.weight, call.weight_scale, call.bias, of_rows["zero_point"], call.out.dtype)
+    found = scaled(
+        sums,
+        scale=call.scale,
+        weight=call.weight,
+        weight_scale=call.weight_scale,
+        bias=call.bias,
+        zero_point=call.zero_point,
+        out_dtype=call.out.dtype,
+    )
     call.out.copy_(found)
-
-
-_OF_ROWS = ("scale", "zero_point")
 
 
 def _sums(q: Tensor, weight: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from fusednorm.backends.kernel_keys import (
     FEW_ROWS,
     FUNCTIONS_OF_GATES,
     UNTRIED,
+    AnyKind,
     BackwardKind,
     ForwardKind,
     GateKind,
@@ -23,6 +24,7 @@ from fusednorm.backends.kernel_keys import (
     RotationKind,
     ceiling,
     fuses,
+    multiplies_int8,
 )
 from fusednorm.backends.triton import host
 from fusednorm.backends.triton.host import INTERPRETED, Host, Variant, launcher
@@ -84,7 +86,7 @@ def unavailable() -> list[str]:
 def unsuitable(operation: Operation) -> list[str]:
     """Why the backend cannot take a call."""
     size, step = operation.hidden_size, operation.step
-    if step is not None and step.name == "int8_linear":
+    if multiplies_int8(operation):
         target = None if INTERPRETED else host.active_target()[0]
         if target is not None and target.backend == "cuda" and target.arch < _OLDEST_WITH_INT8:
             return [f"Triton multiplies int8 on GPUs of compute capability {_OLDEST_WITH_INT8 / 10} and newer"]
@@ -100,12 +102,12 @@ def unsuitable(operation: Operation) -> list[str]:
 def plan(operation: Operation) -> str:
     """How a call will run, in words."""
     where = "interpreted" if INTERPRETED else "compiled"
-    if operation.step is not None and operation.step.name == "int8_linear":
+    if multiplies_int8(operation):
         tiled = f"tiles of {_ROWS} x {_COLUMNS} sums, or of {FEW_ROWS} rows where there are no more"
-        return f"Triton kernels, {where}: {tiled}" + ("" if INTERPRETED else f"; {UNTRIED}")
-    rows, segments, depth, width, _, warps, tiles = tiling(operation.hidden_size, operation.dtypes(), warp_size())
-    taken = f"{rows} rows per program" if tiles == 1 else f"a row per program, in {tiles} parts"
-    tiled = f"{taken}, {warps} warps, tiles of {depth} x {rows * segments} x {width}"
+    else:
+        rows, segments, depth, width, _, warps, tiles = tiling(operation.hidden_size, operation.dtypes(), warp_size())
+        taken = f"{rows} rows per program" if tiles == 1 else f"a row per program, in {tiles} parts"
+        tiled = f"{taken}, {warps} warps, tiles of {depth} x {rows * segments} x {width}"
     return f"Triton kernels, {where}: {tiled}" + ("" if INTERPRETED else f"; {UNTRIED}")
 
 
@@ -148,7 +150,7 @@ def _by_bits(dtypes: Sequence[torch.dtype | None]) -> bool:
 
 
 def _variant(
-    kind: ForwardKind | BackwardKind | GateKind | RotationKind | LogProbKind | ProductKind,
+    kind: AnyKind | BackwardKind,
     function: Any,
     dtypes: dict[str, torch.dtype | None],
     constants: dict[str, Any],

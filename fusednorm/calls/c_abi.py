@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.calls.c_enums import Activation, DeclaredOf, Flag, GateFlag, RotationFlag
-from fusednorm.calls.c_quantizer import KINDS
+from fusednorm.calls.c_kinds import KINDS
 from fusednorm.calls.call import (
     Backward,
     Call,

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from fusednorm.calls.c_quantizer import KINDS, pack_quantization
+from fusednorm.calls.c_kinds import KINDS
+from fusednorm.calls.c_quantizer import pack_quantization
 from fusednorm.calls.features import unusual
 from fusednorm.calls.scalars import in_float32
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fusednorm.calls import fast_path as path
 from fusednorm.calls.c_abi import steps_in_c
-from fusednorm.calls.c_quantizer import KINDS
+from fusednorm.calls.c_kinds import KINDS
 from fusednorm.calls.call import Call, GateSteps, gate_steps, step_of_gate
 from fusednorm.calls.checks import check_kept
 from fusednorm.calls.memory import new_like

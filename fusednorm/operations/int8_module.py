@@ -89,8 +89,8 @@ class Int8Linear(torch.nn.Module):
             TypeError: a tensor has another dtype.
             ValueError: shapes do not fit.
         """
-        row = weight.new_zeros(1, weight.shape[-1])
-        int8_linear(row, torch.ones(1, 1, device=weight.device), weight, weight_scale, bias)  # raises the errors
+        no_rows = weight.new_zeros(0, weight.shape[-1])
+        int8_linear(no_rows, torch.ones(0, 1, device=weight.device), weight, weight_scale, bias)  # raises the errors
         made = cls(weight.shape[1], weight.shape[0], False, "meta")
         made.weight, made.weight_scale, made.bias = weight, weight_scale.reshape(-1, 1), bias
         return made
@@ -124,6 +124,9 @@ class Int8Linear(torch.nn.Module):
     def _fusednorm_steps(self, of_rows: torch.dtype) -> list[tuple[str, dict[str, Any]]]:
         """For :func:`fusednorm.contract`."""
         return [("quantize", {"quantization": QUANTIZATION}), ("int8_linear", {})]
+
+
+Int8Linear.__module__ = "fusednorm"  # where users find it: saved models have this name
 
 
 def round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:

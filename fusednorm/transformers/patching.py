@@ -39,6 +39,15 @@ class Entry:
     what: str
 
 
+def in_lines(entries: tuple[Entry, ...]) -> list[str]:
+    """A line for each entry of a report."""
+    width = max((len(entry.class_name) for entry in entries), default=0)
+    return [
+        f"{entry.class_name:{width}} {entry.count:4}  {'' if entry.replaced else 'left alone: '}{entry.what}"
+        for entry in entries
+    ]
+
+
 @dataclass(frozen=True)
 class Counts:
     """The patched parts of a model.
@@ -90,11 +99,7 @@ class Report(Counts):
     before: Counts
 
     def __str__(self) -> str:
-        width = max((len(entry.class_name) for entry in self.entries), default=0)
-        lines = [
-            f"{entry.class_name:{width}} {entry.count:4}  {'' if entry.replaced else 'left alone: '}{entry.what}"
-            for entry in self.entries
-        ]
+        lines = in_lines(self.entries)
         if self.before.any:
             lines.append(f"already patched: {self.before}")
         if self.any:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fusednorm.calls.c_enums import Limit
 from fusednorm.calls.call import NARROW_FLOATS
 from fusednorm.operations.int8_module import Int8Linear, round_weight
-from fusednorm.transformers.patching import Entry, check_model
+from fusednorm.transformers.patching import Entry, check_model, in_lines
 from fusednorm.transformers.products import reason as reason_of_product
 from fusednorm.transformers.replacing import Patched, attach, detach, replaced
 
@@ -55,14 +55,9 @@ class Quantized:
     entries: tuple[Entry, ...]
 
     def __str__(self) -> str:
-        width = max((len(entry.class_name) for entry in self.entries), default=0)
-        lines = [
-            f"{entry.class_name:{width}} {entry.count:4}  {'' if entry.replaced else 'left alone: '}{entry.what}"
-            for entry in self.entries
-        ]
         before, after = self.bytes_before / 1e6, self.bytes_after / 1e6
-        lines.append(f"{self.layers} layers in int8: {after:.1f} MB in place of {before:.1f} MB of weights")
-        return "\n".join(lines)
+        sizes = f"{self.layers} layers in int8: {after:.1f} MB in place of {before:.1f} MB of weights"
+        return "\n".join([*in_lines(self.entries), sizes])
 
     __repr__ = __str__  # an interpreter shows a call's result by its repr
 

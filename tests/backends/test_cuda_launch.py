@@ -16,7 +16,7 @@ from fusednorm.backends import cuda
 from fusednorm.backends.cuda import choice as cuda_kernels
 from fusednorm.backends.cuda import compiler as cuda_compiler
 from fusednorm.backends.kernel_keys import BackwardKind, ForwardKind, blocks_of, programs, scratch_of
-from fusednorm.calls import c_abi, c_quantizer, fast_path
+from fusednorm.calls import c_abi, c_kinds, c_quantizer, fast_path
 from fusednorm.calls.c_enums import Share
 from fusednorm.calls.call import Backward, Flags, Forward, Quantize, RMSNorm, operation_of
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, call, differing, expected, operands
@@ -1188,7 +1188,7 @@ def test_arguments_lie_as_in_the_sources(passes, real, levels):
     flat += [0, value["heads"] if around else 1, value.get("eps", 0.0), value["weight_offset"]]
     for name in operands:
         stride = value[f"{name}_stride"] if name in strided else 0
-        flat += [c_quantizer.KINDS[real], value[name] * 8, 7 + 200 * stride if stride else 0, stride]
+        flat += [c_kinds.KINDS[real], value[name] * 8, 7 + 200 * stride if stride else 0, stride]
         value[name] *= 8
         if stride and levels == 2:
             value[f"{name}_jump"] = 7 + 200 * stride - value["inner"] * stride
@@ -1200,13 +1200,13 @@ def test_arguments_lie_as_in_the_sources(passes, real, levels):
         if around:  # strides of the weight and of the bias, and the bias after all other operands
             flat[12 + 4 * operands.index("weight") + 3] = value["weight_stride"]
             value["bias"] *= 8
-            flat += [c_quantizer.KINDS[real], value["bias"], 0, value["bias_stride"]]
+            flat += [c_kinds.KINDS[real], value["bias"], 0, value["bias_stride"]]
         call = padded(flat)
         if around:  # its first call scales x
             numbers, x, others = flat[:12], flat[12:16], flat[16:]
-            first = [0, c_abi.SCALE_ONLY, *numbers[2:8], 1, 1, 4.5, 0.0, *x, *[0] * 8, c_quantizer.KINDS[real], 0, 0, 0]
+            first = [0, c_abi.SCALE_ONLY, *numbers[2:8], 1, 1, 4.5, 0.0, *x, *[0] * 8, c_kinds.KINDS[real], 0, 0, 0]
             numbers[1] = c_abi.QUANTIZED * quantizer
-            call = padded(first) + padded([*numbers, c_quantizer.KINDS[real], 0, 0, 0, *others])
+            call = padded(first) + padded([*numbers, c_kinds.KINDS[real], 0, 0, 0, *others])
         if quantizer:  # follows the calls, with strides in bytes
             results = [value["inner"]]
             for name, item in (("numbers", 1), ("scale", 4), ("zero_point", 4)):
@@ -1221,9 +1221,9 @@ def test_arguments_lie_as_in_the_sources(passes, real, levels):
         if chain:  # its first call has the x and the first norm's weight, and its second one rows without memory
             value["first_weight"] *= 8
             numbers, x, others = flat[:12], flat[12:16], flat[16:]
-            weight = [c_quantizer.KINDS[real], value["first_weight"], 0, 0]
-            first = [*numbers[:8], 1, 1, 3.5, 2.5, *x, 0, 0, 0, 0, *weight, c_quantizer.KINDS[real], 0, 0, 0]
-            call = padded(first) + padded([*numbers, c_quantizer.KINDS[real], 0, 0, 0, *others])
+            weight = [c_kinds.KINDS[real], value["first_weight"], 0, 0]
+            first = [*numbers[:8], 1, 1, 3.5, 2.5, *x, 0, 0, 0, 0, *weight, c_kinds.KINDS[real], 0, 0, 0]
+            call = padded(first) + padded([*numbers, c_kinds.KINDS[real], 0, 0, 0, *others])
         fast_path.hold_cuda(call, 0, ((0, 32, 64, 0, 1, False, Share.ROWS),))
         assert fast_path.launch_cuda(call, 0) == 0
     finally:

@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from small_models import small_model
 
 import fusednorm
 import fusednorm.transformers
@@ -16,20 +17,7 @@ from fusednorm.transformers import quantize, unquantize
 
 transformers = pytest.importorskip("transformers", reason="the tox environment `transformers` installs it")
 
-SMALL = {
-    "vocab_size": 96,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-#: Configuration class, its arguments beside SMALL, linear layers; GPT-2's others are Conv1D.
+#: Configuration class, its arguments beside those of small_models.py, linear layers; GPT-2's others are Conv1D.
 FAMILIES = {
     "Llama": ("LlamaConfig", {}, 15),
     "Gemma3": ("Gemma3TextConfig", {}, 15),
@@ -42,9 +30,7 @@ IDS = torch.randint(3, 96, (2, 9), generator=torch.Generator().manual_seed(1))
 
 def build(name="Llama", dtype=torch.bfloat16, **arguments):
     config_class, more, _ = FAMILIES[name]
-    config = getattr(transformers, config_class)(**SMALL | more | arguments)
-    torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    return small_model(config_class, dtype, **more | arguments)
 
 
 def logits(model, ids=IDS):

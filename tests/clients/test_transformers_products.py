@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_models import small_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusednorm
@@ -22,20 +23,7 @@ transformers = pytest.importorskip("transformers", reason="the tox environment `
 
 aten = torch.ops.aten
 
-SMALL = {
-    "vocab_size": 96,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-#: Configuration class, its arguments beside SMALL, products, tables.
+#: Configuration class, its arguments beside those of small_models.py, products, tables.
 FAMILIES = {
     "Llama": ("LlamaConfig", {}, 15, 1),
     "Gemma3": ("Gemma3TextConfig", {}, 15, 1),
@@ -66,14 +54,7 @@ SCALINGS = {
 
 def build(name="Llama", dtype=torch.bfloat16, **arguments):
     config_class, more, *_ = FAMILIES[name]
-    config = getattr(transformers, config_class)(**SMALL | more | arguments)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter += 0.1 * torch.randn_like(parameter)
-    return model
+    return small_model(config_class, dtype, **more | arguments)
 
 
 def tokens(rows=2, length=9):

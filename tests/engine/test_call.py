@@ -14,7 +14,7 @@ import torch
 import fusednorm
 from fusednorm import BackendError, fused_add_rms_norm, rms_norm
 from fusednorm.backends import cpu
-from fusednorm.calls import c_abi, c_enums, c_quantizer
+from fusednorm.calls import c_abi, c_enums, c_kinds, c_quantizer
 from fusednorm.calls.call import Backward, Forward, RMSNorm
 from fusednorm.conformance.cases import (
     BF16,
@@ -355,7 +355,7 @@ def packed_operands(found):
 
 
 def described(tensor, strides=(0, 0)):
-    return c_quantizer.KINDS[tensor.dtype], tensor.data_ptr(), *strides
+    return c_kinds.KINDS[tensor.dtype], tensor.data_ptr(), *strides
 
 
 @compiled

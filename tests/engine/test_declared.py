@@ -8,7 +8,7 @@ from toys import PICK, SCALED
 
 from fusednorm import linear
 from fusednorm.backends import cpu
-from fusednorm.calls import c_abi, c_quantizer
+from fusednorm.calls import c_abi, c_kinds
 from fusednorm.calls.call import Call
 from fusednorm.declare.declaration import Declaration, Operand, Role
 from fusednorm.declare.plan import Plan
@@ -48,7 +48,7 @@ def test_c_has_room_for_what_python_packs():
     assert (len(struct.flag), len(struct.operand)) == (c_abi._FLAGS_OF_DECLARED, c_abi._OPERANDS_OF_DECLARED)
     tensors, flags = {str(i): torch.ones(1, 1) for i in range(16)}, dict.fromkeys(map(str, range(16)), 0.5)
     found, operands = in_c(Call("toy", False, tensors, {}, flags, 1, 1, 1))
-    assert list(operands) == [(c_quantizer.KINDS[F32], t.data_ptr(), (1, 1)) for t in tensors.values()]
+    assert list(operands) == [(c_kinds.KINDS[F32], t.data_ptr(), (1, 1)) for t in tensors.values()]
     assert [flag.number for flag in found.flag] == [0.5] * 16
     for more in ({"tensors": {**tensors, "one": None}}, {"flags": {**flags, "one": 1}}):
         with pytest.raises(AssertionError, match="no room for so many"):
@@ -66,7 +66,7 @@ def test_a_backend_is_given_operands_and_results_by_name(made, ids):
     assert run.backward(plan, {"d": d, "x": x, "ids": ids}, [False]) == (None,)
     steps, (forward, backward) = made
     assert [step.name for (step,) in steps] == ["pick", "pick_backward"]
-    kind = c_quantizer.KINDS[ids.dtype]
+    kind = c_kinds.KINDS[ids.dtype]
     for call, last, strides in ((forward, {"out": out}, {}), (backward, {"d": d, "dx": dx}, {"dx": (16, 8)})):
         assert call.tensors["ids"].is_contiguous()
         assert [*call.tensors] == ["x", "ids", *last]

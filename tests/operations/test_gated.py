@@ -17,7 +17,7 @@ from fusednorm import gate, gate_, silu_and_mul, softcap
 from fusednorm.backends import cpu
 from fusednorm.calls import fast_path
 from fusednorm.calls.c_abi import steps_in_c
-from fusednorm.calls.c_quantizer import KINDS
+from fusednorm.calls.c_kinds import KINDS
 from fusednorm.calls.call import ACTIVATIONS, GateSteps
 from fusednorm.engine import fast_path as of_c
 from fusednorm.engine import gates

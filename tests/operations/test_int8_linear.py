@@ -107,6 +107,7 @@ def test_conversions():
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module)), loaded):
         assert torch.equal(other(x), expected)
     assert list(module.state_dict()) == ["weight", "weight_scale", "bias"]
+    assert b"fusednorm.operations" not in pickle.dumps(module)  # a saved model has the public name
     assert module.to("meta").weight_scale.is_meta
 
 
@@ -117,6 +118,9 @@ def test_modules_that_are_refused():
         Int8Linear.from_linear(torch.nn.Embedding(4, 4))
     with pytest.raises(ValueError, match="a weight with a shape"):
         Int8Linear.from_linear(torch.nn.LazyLinear(4))
+    for given, error in (((Q.float(), torch.ones(3)), TypeError), ((Q, torch.ones(4)), ValueError)):
+        with pytest.raises(error):
+            Int8Linear.from_int8(*given)
     wrong = linear()
     wrong.weight.data[0, 0] = torch.inf
     with pytest.raises(ValueError, match="a weight of finite numbers"):
