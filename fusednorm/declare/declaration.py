@@ -38,9 +38,13 @@ class Role(Enum):
     SETTINGS = "settings"
     #: [..., 1]: a number for each row, which has no gradient, as quantizers return them.
     SCALES = "scales"
+    #: [..., H, N], rows of heads as the first operand is, of another number of heads or the same.
+    HEADS = "heads"
     #: [..., K], where the first operand is [..., H, N]: numbers for each row of heads. It has no gradient, and the
     #: operation's own check says what else it must be.
     TABLE = "table"
+    #: [...], or a shape that expands to that, int32 or int64: which row of tables each row of heads takes.
+    POSITIONS = "positions"
     #: [M, N], where M is the length of rows of results that have the role PRODUCTS: the same for all rows.
     MATRIX = "matrix"
     #: [M]: a number for each row of the matrix, the same for all rows. Its gradient is a sum over rows.
@@ -63,10 +67,10 @@ class Role(Enum):
 WHOLE = (Role.WEIGHT, Role.MATRIX, Role.COLUMNS)
 
 #: The roles of what has rows, of one length or another.
-WITH_ROWS = (Role.ROWS, Role.PRODUCTS, Role.WEIGHED)
+WITH_ROWS = (Role.ROWS, Role.HEADS, Role.PRODUCTS, Role.WEIGHED)
 
 #: The roles of operands that have no gradient.
-CONSTANT = (Role.IDS, Role.CHOSEN, Role.SETTINGS, Role.SCALES, Role.TABLE, Role.WHICH)
+CONSTANT = (Role.IDS, Role.CHOSEN, Role.SETTINGS, Role.SCALES, Role.TABLE, Role.POSITIONS, Role.WHICH)
 
 
 class Operand(NamedTuple):
@@ -91,12 +95,17 @@ class Result(NamedTuple):
     like: str | None = None
     #: The operand that the twin in place overwrites with it.
     overwrites: str | None = None
+    #: Other operands that the memory given for it may be; None: any, because a result that a kernel cannot write there
+    #: is copied.
+    may_be: tuple[str, ...] | None = ()
     #: Whether it is kept for the gradients, and not returned. It has the accumulator type.
     kept: bool = False
     #: Whether it has the accumulator type.
     wide: bool = False
     #: The result that it is a copy of, where kernels write only that.
     copy_of: str | None = None
+    #: The operands on which it depends, where these are not all: it has no gradient where none of them needs one.
+    of: tuple[str, ...] = ()
 
 
 class Kernel(NamedTuple):
@@ -110,9 +119,9 @@ class Kernel(NamedTuple):
     known: tuple[str, ...] = ()
     #: An operation with all operands and results that this one has: one kernel has both, and calls name all.
     like: Declaration | None = None
-    #: Whether backends take tensors as they lie, with any strides but one of 1 in the last dimension of what has rows,
-    #: keys or values; else in levels of rows that are the same for all.
-    as_they_lie: bool = False
+    #: What makes the call where its tensors lie otherwise than in levels of rows that are the same for all. It takes
+    #: the arguments of :func:`fusednorm.engine.run.forward`.
+    run: Callable[..., tuple[Tensor, ...]] | None = None
 
 
 _OF_THE_NAME = Kernel("", "")

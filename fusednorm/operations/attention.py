@@ -12,6 +12,7 @@ from fusednorm.calls.attention_checks import check_attention, check_paged_attent
 from fusednorm.calls.checks import requires_grad
 from fusednorm.calls.fast_path import Entry
 from fusednorm.declare.declaration import Declaration, Kernel, Operand, Result, Role
+from fusednorm.engine import attention as engine
 from fusednorm.operations.front_door import Operation
 from fusednorm.reference import attention as reference
 
@@ -41,7 +42,7 @@ _ATTENTION = Operation(
         exact_gradients=False,
         joined=4,
         checks=check_attention,
-        kernel=Kernel("attention", "attention", known=(*_FLAGS,), as_they_lie=True),
+        kernel=Kernel("attention", "attention", known=(*_FLAGS,), run=engine.forward),
         samples=_SAMPLES,
         refused=_REFUSED,
     ),
@@ -58,7 +59,7 @@ _PAGED = Operation(
         joined=3,
         checks=check_paged_attention,
         check_values=check_pages,
-        kernel=Kernel("paged_attention", "paged_attention", known=(*_FLAGS,), as_they_lie=True),
+        kernel=Kernel("paged_attention", "paged_attention", known=(*_FLAGS,), run=engine.forward),
         samples=_SAMPLES,
         refused=_REFUSED,
     )
