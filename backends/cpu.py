@@ -14,7 +14,7 @@ import torch
 from fusednorm.calls import c_abi, process
 from fusednorm.calls import fast_path as path
 from fusednorm.calls.c_enums import FLAGS_OF, DeclaredOf
-from fusednorm.calls.call import Call, Rotate, with_functions
+from fusednorm.calls.call import Call, with_functions
 
 if TYPE_CHECKING:
     from fusednorm.calls.call import AnyCall, Operation
@@ -132,8 +132,8 @@ def plan(operation: Operation) -> str:
     return f"C kernels for {variant()}, {threads}"
 
 
-#: The function of the library that runs a call, where it is not ``fn_run``.
-_FUNCTIONS = {Rotate: "fn_run_rotation", Call: "fn_run_declared"}
+#: The function of the library that runs a declared operation, where it is not ``fn_run_declared``.
+_FUNCTIONS = {"gate": "fn_run_gate", "rotate": "fn_run_rotation"}
 
 
 def forward(call: AnyCall) -> None:
@@ -142,8 +142,8 @@ def forward(call: AnyCall) -> None:
     Raises:
         MemoryError: no memory for the rows' buffers.
     """
-    of_gates = isinstance(call, Call) and call.name == "gate"
-    function = getattr(_lib, "fn_run_gate" if of_gates else _FUNCTIONS.get(type(call), "fn_run"))
+    name = _FUNCTIONS.get(call.name, "fn_run_declared") if isinstance(call, Call) else "fn_run"
+    function = getattr(_lib, name)
     for packed in _packed(call, torch.get_num_threads()):
         if function(packed):
             raise MemoryError(f"fusednorm found no memory for rows of {call.hidden_size} elements")

@@ -29,12 +29,12 @@ from fusednorm.calls.call import (
     Operation,
     Quantize,
     RMSNorm,
-    Rotate,
     Strides,
     accumulator,
     gate_steps,
     with_functions,
 )
+from fusednorm.calls.heads import heads_of
 from fusednorm.calls.quantization import Quantization
 from fusednorm.reference import norm as reference
 
@@ -378,22 +378,36 @@ class RotationKind(NamedTuple):
     two_levels: bool = False
 
     @classmethod
-    def of(cls, call: Rotate) -> RotationKind:
+    def of(cls, call: Call) -> RotationKind:
         """The kind of a call, whose weights have one dtype."""
-        norm, (first, *_) = call.norm, call.heads
+        sets, flags = heads_of(call), call.flags
+        first, cos, sin, positions = sets[0], *map(call.tensors.__getitem__, ("cos", "sin", "positions"))
         low = _MOST_ALIGNED
-        for x, out, weight, x_strides, out_strides, rstd in call.heads:
-            for tensor, (outer_stride, stride, of_heads) in ((x, x_strides), (out, out_strides)):
-                low |= _alignment(((tensor, (outer_stride | stride, of_heads)),), ())
-            low |= _alignment(((weight, (0, 0 if weight is None or weight.dim() == 1 else call.size)),), (rstd,))
-        low |= _alignment(tuple(zip((call.cos, call.sin), call.table_strides, strict=True)), ())
+        for heads in sets:
+            pairs = ((heads.x, heads.x_strides), (heads.out, heads.out_strides))
+            rows = tuple((tensor, (outer | stride, of_heads)) for tensor, (outer, stride, of_heads) in pairs)
+            low |= _alignment((*rows, (heads.weight, (0, heads.weight_stride))), (heads.rstd,))
+        low |= _alignment(
+            tuple((t, call.strides[name]) for name, t in (("cos", cos), ("sin", sin)) if t is not None), ()
+        )
         return cls(
-            *(first.x.dtype, first.out.dtype, call.between, call.products, _dtype(call.cos), _dtype(call.sin)),
-            *(_dtype(first.weight), _dtype(call.positions), norm is not None, norm is not None and norm.round_norm),
-            *(norm is not None and norm.weight_offset != 0, first.rstd is not None, call.interleaved, call.size),
-            0 if call.cos is None else call.cos.shape[-1],
-            low & -low,
-            call.inner != call.rows,
+            x=first.x.dtype,
+            out=first.out.dtype,
+            between=flags["between"],
+            products=flags["products"],
+            cos=_dtype(cos),
+            sin=_dtype(sin),
+            weight=_dtype(first.weight),
+            position=_dtype(positions),
+            normalised=flags["norm"],
+            round_norm=flags["norm"] and flags["round_norm"],
+            offset=flags["norm"] and flags["weight_offset"] != 0,
+            rstd=first.rstd is not None,
+            interleaved=flags["interleaved"],
+            size=call.hidden_size,
+            pairs=0 if cos is None else cos.shape[-1],
+            alignment=low & -low,
+            two_levels=call.inner != call.rows,
         )
 
     @property
@@ -508,31 +522,23 @@ def multiplies_int8(operation: Operation) -> bool:
 AnyKind: TypeAlias = ForwardKind | GateKind | RotationKind | LogProbKind | ProductKind
 
 #: The kinds of declared operations, by their names; those of others are log-probabilities.
-_OF_NAMES: dict[str, Any] = {"gate": GateKind, "int8_linear": ProductKind}
+_OF_NAMES: dict[str, Any] = {"gate": GateKind, "rotate": RotationKind, "int8_linear": ProductKind}
 
 #: The kinds of calls that one kernel runs.
 _KINDS: dict[type, Callable[..., AnyKind]] = {
     Forward: ForwardKind.of,
     Quantize: ForwardKind.of_quantizer,
     NormGated: ForwardKind.of_gated,
-    Rotate: RotationKind.of,
     Call: lambda call: _OF_NAMES.get(call.name, LogProbKind).of(call),
 }
 
 #: How launchers take calls: some after one that says on which GPU the operands are.
-PACKED: dict[type, Callable[..., bytes]] = c_abi.PACKED | dict.fromkeys((Rotate, Call), c_abi.pack_alone)
+PACKED: dict[type, Callable[..., bytes]] = c_abi.PACKED | {Call: c_abi.pack_alone}
 
 
 def kind_of(call: AnyCall) -> AnyKind:
     """The kind of a call that one kernel runs."""
     return _KINDS[type(call)](call)
-
-
-def of_one_weight_dtype(call: Rotate) -> list[Rotate]:
-    """The call, or one for q and one for k if their weights have two dtypes, of which a kernel knows one."""
-    if len({heads.weight is not None and heads.weight.dtype for heads in call.heads}) == 1:
-        return [call]
-    return [call._replace(heads=(heads,)) for heads in call.heads]
 
 
 def programs(share: Share, per_program: int, rows: int, hidden_size: int, block: int, blocks: int) -> int:
@@ -590,8 +596,6 @@ def check_addresses(call: AnyCall) -> None:
     if isinstance(call, (Quantize, NormGated)) and call.norm is not None:
         check_addresses(call.norm)
     named = list(zip(call._fields, call, strict=True))
-    if isinstance(call, Rotate):
-        named += [pair for heads in call.heads for pair in zip(heads._fields, heads, strict=True)]
     if isinstance(call, Call):
         named += call.tensors.items()
     for name, tensor in named:

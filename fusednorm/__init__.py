@@ -36,7 +36,7 @@ from fusednorm import environment as _environment  # before torch: see there
 from fusednorm import quantizations
 from fusednorm.accelerate import accelerate_torch
 from fusednorm.calls.quantization import Quantization
-from fusednorm.operations import inference as _inference  # noqa: F401 - registers their operators
+from fusednorm.operations import listed as _listed  # noqa: F401 - registers their operators
 from fusednorm.operations.attention import attention, paged_attention
 from fusednorm.operations.explain import explain
 from fusednorm.operations.functions import gelu, relu2, softcap

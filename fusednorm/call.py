@@ -14,12 +14,11 @@ from fusednorm.calls.call import (
     Operation,
     Quantize,
     RMSNorm,
-    Rotate,
     Step,
 )
 
 #: The names of kinds of calls in version 0.3, which are one now.
-DeclaredCall = Gate = GateBackward = Call
+DeclaredCall = Gate = GateBackward = Rotate = Call
 
 __all__ = [
     "AroundNorm",

@@ -11,6 +11,7 @@ import fusednorm
 from fusednorm import Quantization
 from fusednorm.compat import functional
 from fusednorm.declare.declaration import WHOLE, Role
+from fusednorm.operations.composition import Composition
 from fusednorm.operations.front_door import PUBLIC
 from fusednorm.quantizations import SGLANG_FP8_TOKEN, VLLM_FP8_TOKEN, VLLM_INT8_STATIC_AZP, VLLM_INT8_TOKEN_AZP_CPU
 
@@ -236,8 +237,8 @@ def tensors(operands):
 
 #: The changes of operands of declared functions and operators that are right.
 RIGHT = right("scale", OPERATORS["scale"], {"x": Role.ROWS})
-# Declared operations, by their declarations.
-for operation in dict.fromkeys(PUBLIC.values()):
+# Declared operations but compositions, by their declarations.
+for operation in dict.fromkeys(one for one in PUBLIC.values() if not isinstance(one, Composition)):
     declaration = operation.declaration
     roles = declaration.roles | {one.name: one.role for one in declaration.returned}
     operands, others = OF_KEYS.get(declaration.name, ({}, {}))
@@ -305,7 +306,7 @@ def have_gradients(operands):
 
 #: The functions and operators that have none, but those that quantize or write in place.
 WITHOUT_GRADIENT = {"into", "quantize"}
-WITHOUT_GRADIENT |= {one.__name__ for one, operation in PUBLIC.items() if operation.declaration.gradient is None}
+WITHOUT_GRADIENT |= {one.__name__ for one, operation in PUBLIC.items() if not operation.differentiable}
 
 #: The functions that have gradients, and the names of those operands that have some.
 DIFFERENTIATED = {

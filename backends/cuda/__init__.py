@@ -7,7 +7,7 @@ A kernel is compiled for the types, the alignment and the class of the row's len
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -41,12 +41,12 @@ from fusednorm.backends.kernel_keys import (
     kind_of,
     lacking,
     multiplies_int8,
-    of_one_weight_dtype,
     scratch_of,
 )
 from fusednorm.calls import c_abi
 from fusednorm.calls import fast_path as path
-from fusednorm.calls.call import Call, Rotate, device_of
+from fusednorm.calls.call import Call, device_of
+from fusednorm.calls.heads import of_one_weight_dtype
 from fusednorm.calls.process import BackendError
 from fusednorm.reference import norm as reference
 
@@ -265,7 +265,10 @@ def forward(call: ForwardCall) -> None:
     if isinstance(call, Call) and call.name == "int8_linear":
         products.int8_linear(call)
         return
-    for part in of_one_weight_dtype(call) if isinstance(call, Rotate) else (call,):
+    parts: Sequence[ForwardCall] = (call,)
+    if isinstance(call, Call) and call.name == "rotate":
+        parts = of_one_weight_dtype(call)
+    for part in parts:
         _run(part)
 
 

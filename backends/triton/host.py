@@ -27,7 +27,6 @@ from fusednorm.backends.kernel_keys import (
     check_addresses,
     kind_of,
     lacking,
-    of_one_weight_dtype,
     programs,
     scratch_of,
 )
@@ -39,14 +38,12 @@ from fusednorm.calls.call import (
     Call,
     Forward,
     ForwardCall,
-    Heads,
-    HeadsNorm,
     NormGated,
     Quantize,
-    Rotate,
     Strides,
     device_of,
 )
+from fusednorm.calls.heads import Heads, heads_of, of_one_weight_dtype
 from fusednorm.calls.memory import ABSENT
 from fusednorm.calls.process import BackendError
 
@@ -395,7 +392,7 @@ _NUMBERS = ("eps", "weight_offset", *(name for names in _OF_FORWARD[1:] for name
 
 
 def _places(
-    call: Forward | Backward | Quantize | Rotate | Call,
+    call: Forward | Backward | Quantize | Call,
     names: Iterable[tuple[str, str]],
     strides: Iterable[Strides],
 ) -> dict[str, Any]:
@@ -511,7 +508,8 @@ class Host:
 
     def declared(self, call: Call) -> None:
         """Launches the kernel of a declared operation, or of its gradient."""
-        {"gate": self.gate, "int8_linear": self.int8_linear}.get(call.name, self.log_prob)(call)
+        own = {"gate": self.gate, "rotate": self.rotate, "int8_linear": self.int8_linear}
+        own.get(call.name, self.log_prob)(call)
 
     def int8_linear(self, call: Call) -> None:
         """Launches the kernel of products of int8."""
@@ -540,24 +538,25 @@ class Host:
         values["z"] = self.pointer(call.z)
         self._launch(call, call.norm.rows, values)
 
-    def rotate(self, call: Rotate) -> None:
+    def rotate(self, call: Call) -> None:
         """Launches the kernel that normalises and rotates the heads of q, or those of q and of k."""
-        norm = call.norm or HeadsNorm(0.0, 0.0, False)
-        values = self._given(call) | _places(call, _OF_TABLES, (*call.table_strides, call.position_strides))
-        values |= {"eps": norm.eps, "weight_offset": norm.weight_offset}
+        tables = ("cos", "sin", "positions")
+        values = _places(call, _OF_TABLES, [call.strides.get(name, ABSENT) for name in tables])
+        values |= {name: self.pointer(call.tensors[name]) for name in tables}
+        values |= {"rows": call.rows, "eps": call.flags["eps"], "weight_offset": call.flags["weight_offset"]}
         for part in of_one_weight_dtype(call):
+            sets = heads_of(part)
             # Without k the kernel is given q in its place, and no program of it.
-            for name, heads in zip("qk", (part.heads[0], part.heads[-1]), strict=True):
+            for name, heads in zip("qk", (sets[0], sets[-1]), strict=True):
                 values |= self._heads(call, name, heads)
             with _current(device_of(part)):
                 (launch,) = self.held_for(kind_of(part), part)
                 per_program = launch.variant.per_program
-                launch(sum(-(-call.rows * heads.x.shape[-2] // per_program) for heads in part.heads), values)
+                launch(sum(-(-call.rows * heads.number // per_program) for heads in sets), values)
 
-    def _heads(self, call: Rotate, name: str, heads: Heads) -> dict[str, Any]:
+    def _heads(self, call: Call, name: str, heads: Heads) -> dict[str, Any]:
         """The values that a kernel is given for the heads of q or of k."""
-        of_weight = 0 if heads.weight is None or heads.weight.dim() == 1 else heads.weight.shape[-1]
-        values: dict[str, Any] = {f"{name}_count": heads.x.shape[-2], f"{name}_weight_head": of_weight}
+        values: dict[str, Any] = {f"{name}_count": heads.number, f"{name}_weight_head": heads.weight_stride}
         for place, (outer_stride, stride, of_heads) in ((name, heads.x_strides), (f"{name}_out", heads.out_strides)):
             values |= _places(call, ((f"{place}_stride", f"{place}_jump"),), ((outer_stride, stride),))
             values[f"{place}_head"] = of_heads
@@ -596,7 +595,6 @@ _METHODS = {
     Forward: "forward",
     Quantize: "quantize",
     NormGated: "norm_gated",
-    Rotate: "rotate",
     Call: "declared",
     Backward: "backward",
 }

@@ -26,8 +26,9 @@ const struct fn_call_kind fn_call_kinds[] = {
     [GATE] = {"gate", OPERANDS_OF_NORM "eps" FLAGS_OF_NORM " z activation order norm_before_gate between group_size out"
               " limit alpha up_offset clamp interleaved round_steps", ARGUMENTS + 13, forward},
     {"rotation",
-     "q k q_weight k_weight cos sin positions q_out k_out eps weight_offset norm interleaved round_products between round_norm",
-     16, fn_rotate},
+     "q k q_weight k_weight cos sin positions q_out k_out eps weight_offset norm interleaved round_products between round_norm "
+     "q_rstd k_rstd",
+     18, fn_rotate},
     {"log_prob", "logits ids temperature softcap ignore_index operation out out_dtype kept", 9, fn_find_log_prob},
     {"log_prob_backward", "logits ids temperature softcap ignore_index operation d d_entropy m s entropy needs", 12,
      fn_find_log_prob_gradient},

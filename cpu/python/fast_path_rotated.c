@@ -6,7 +6,7 @@
 /* Python's arguments. K and its weight are None where q alone is rotated. */
 enum {
     Q, K, Q_WEIGHT, K_WEIGHT, COS, SIN, POSITIONS, Q_OUT, K_OUT, TENSORS,
-    EPS = TENSORS, WEIGHT_OFFSET, NORM, INTERLEAVED, ROUND_PRODUCTS, BETWEEN, ROUND_NORM, ARGUMENTS
+    EPS = TENSORS, WEIGHT_OFFSET, NORM, INTERLEAVED, ROUND_PRODUCTS, BETWEEN, ROUND_NORM, Q_RSTD, K_RSTD
 };
 
 /* The operands whose rows are rows of heads; tables and positions may have one row for several. */
@@ -194,12 +194,24 @@ static int outputs_overlap(const struct given *g) {
     return 0;
 }
 
+/* Reads where the rstd of each head goes, if it is wanted; whether that fits the heads. */
+static int read_rstd(PyObject *given, const tensor *x, struct fn_heads *heads) {
+    if (given == Py_None) return 1;
+    tensor t;
+    struct fn_operand o;
+    if (!fn_read_memory(given, &t, &o) || !fn_same_device(&t, x)) return 0;
+    int64_t count = 1;
+    for (int i = 0; i < x->ndim - 1; i++) count *= x->shape[i];
+    heads->rstd = o.address;
+    return o.kind == (x->dtype.bits == 64 ? FN_F64 : FN_F32) && fn_elements(&t) == count;
+}
+
 /* Reads Python's arguments. Returns 0 if the fast path does not take them, perhaps with a Python error. */
 static int read_arguments(PyObject *const *arguments, struct given *g, struct fn_rotation *r) {
     double eps, weight_offset;
     const int between = fn_between(arguments[BETWEEN]);
     if (between < 0) return 0;
-    for (int i = NORM; i < ARGUMENTS; i++)
+    for (int i = NORM; i <= ROUND_NORM; i++)
         if (i != BETWEEN && !PyBool_Check(arguments[i])) return 0;
     for (int i = Q; i < TENSORS; i++) {
         g->o[i] = (struct fn_operand){.kind = FN_NONE};
@@ -226,6 +238,8 @@ static int read_arguments(PyObject *const *arguments, struct given *g, struct fn
     r->sets = has(g, K) ? 2 : 1;
     r->eps = normalises ? eps : 0;
     r->weight_offset = normalises ? weight_offset : 0;
+    for (int set = 0; set < r->sets; set++)
+        if (!read_rstd(arguments[Q_RSTD + set], &g->t[Q + set], &r->heads[set])) return 0;
     return 1;
 }
 
@@ -266,12 +280,13 @@ static void fill_in(const struct given *g, struct fn_rotation *r) {
             .out_head_stride = g->t[out].strides[g->t[out].ndim - 2],
             .weight_kind = o[weight].kind, .weight = o[weight].address,
             .weight_stride = has(g, weight) && g->t[weight].ndim == 2 && g->t[weight].shape[0] > 1 ? r->size : 0,
+            .rstd = r->heads[set].rstd,
         };
     }
 }
 
 PyObject *fn_rotate(const struct fn_call_kind *kind, PyObject **arguments, long devices, int may_record) {
-    (void)kind, (void)may_record;
+    (void)kind;
     struct given g;
     struct {
         struct fn_call call;
@@ -282,9 +297,12 @@ PyObject *fn_rotate(const struct fn_call_kind *kind, PyObject **arguments, long 
     if (!read_arguments(arguments, &g, r)) return fn_refuse();
     const int32_t device = g.t[Q].device.type;
     if ((device != DL_CPU && device != DL_CUDA) || !(devices >> device & 1)) return fn_refuse();
-    int others = fn_is_heard();
-    if (!others) others = fn_records_gradient(arguments, TENSORS);
-    if (others) return fn_refuse();
+    if (fn_is_heard()) return fn_refuse();
+    const int others = fn_records_gradient(arguments, TENSORS);
+    if (others) { /* Python refuses gradients of tables, and looks at positions */
+        if (others < 0 || !may_record || has(&g, POSITIONS) || fn_records_gradient(arguments + COS, 2)) return fn_refuse();
+        return Py_NewRef(Py_NotImplemented);
+    }
     output outputs[FN_SETS] = {{.object = NULL}, {.object = NULL}};
     int failed = allocate(arguments, outputs, &g);
     if (!failed) failed = fn_refuses_writes(outputs, FN_SETS);

@@ -18,15 +18,14 @@ from fusednorm.calls.call import (
     Call,
     Forward,
     GateSteps,
-    Heads,
     NormGated,
     NormGatedBackward,
     Quantize,
-    Rotate,
     Strides,
     device_of,
     gate_steps,
 )
+from fusednorm.calls.heads import Heads, heads_of
 
 # Integers of this module: an attribute of an enumeration costs 0.1 us, and packing is a tenth of a short call.
 _flags = tuple(flag.value for flag in Flag)
@@ -53,7 +52,7 @@ def _is_gradient_of_gate(call: object) -> bool:
     return isinstance(call, Call) and call.backward and call.name == "gate"
 
 
-def _only(flag: int, call: Quantize | Rotate | Call, threads: int, x: tuple[int, ...] = _ABSENT) -> bytes:
+def _only(flag: int, call: Quantize | Call, threads: int, x: tuple[int, ...] = _ABSENT) -> bytes:
     """A call with nothing but what follows it in memory."""
     numbers = (device_of(call).index or 0, threads, call.rows, call.inner, call.hidden_size)
     return _pack_one(_is_gradient_of_gate(call), flag, *numbers, 0, 0, 1, 0.0, 0.0, *x)
@@ -225,25 +224,28 @@ def _heads(heads: Heads) -> tuple[int, ...]:
     x, out, weight, x_strides, out_strides, rstd = heads
     of_weight = 0, 0, 0
     if weight is not None:
-        of_weight = KINDS[weight.dtype], weight.data_ptr(), _from_head_to_head(weight)
+        of_weight = KINDS[weight.dtype], weight.data_ptr(), heads.weight_stride
     of_rstd = 0 if rstd is None else rstd.data_ptr()
-    return x.shape[-2], x.data_ptr(), *x_strides, out.data_ptr(), *out_strides, *of_weight, of_rstd
+    return heads.number, x.data_ptr(), *x_strides, out.data_ptr(), *out_strides, *of_weight, of_rstd
 
 
-def pack_rotate(call: Rotate, threads: int = 1) -> bytes:
+def pack_rotate(call: Call, threads: int = 1) -> bytes:
     """Heads that are normalised and rotated, as ``struct fn_rotation`` of ``cpu/abi/rotation.h``."""
-    norm, positions, (first, *_) = call.norm, call.positions, call.heads
-    flags = 0 if norm is None else NORMALISED + ROUND_NORM * norm.round_norm
-    pairs = 0 if call.cos is None else call.cos.shape[-1]
-    position_size = 0 if positions is None else positions.element_size()
+    given, sets = call.flags, heads_of(call)
+    (first, *_), cos, sin, positions = sets, *map(call.tensors.__getitem__, ("cos", "sin", "positions"))
+    flags = NORMALISED + ROUND_NORM * given["round_norm"] if given["norm"] else 0
+    of_positions = 0, 0, 0, 0
+    if positions is not None:
+        of_positions = positions.element_size(), positions.data_ptr(), *call.strides["positions"]
     return _ROTATION.pack(
-        *(flags + INTERLEAVED * call.interleaved, KINDS[first.x.dtype], KINDS[first.out.dtype], KINDS[call.between]),
-        *(KINDS[call.products], threads, call.rows, call.inner, call.size, pairs, len(call.heads)),
-        *((0.0, 0.0) if norm is None else norm[:2]),
-        *itertools.chain(*map(_operand, (call.cos, call.sin), call.table_strides)),
-        *(position_size, 0 if positions is None else positions.data_ptr(), *call.position_strides),
-        *itertools.chain(*map(_heads, call.heads)),
-        *(_NO_HEADS if len(call.heads) == 1 else ()),
+        *(flags + INTERLEAVED * given["interleaved"], KINDS[first.x.dtype], KINDS[first.out.dtype]),
+        *(KINDS[given["between"]], KINDS[given["products"]], threads, call.rows, call.inner, call.hidden_size),
+        *(0 if cos is None else cos.shape[-1], len(sets), given["eps"], given["weight_offset"]),
+        *(_ABSENT if cos is None else _operand(cos, call.strides["cos"])),
+        *(_ABSENT if sin is None else _operand(sin, call.strides["sin"])),
+        *of_positions,
+        *itertools.chain(*map(_heads, sets)),
+        *(_NO_HEADS if len(sets) == 1 else ()),
     )
 
 
@@ -346,11 +348,16 @@ def _rows_in_heads(tensor: Tensor) -> tuple[int, int, int, int]:
 
 
 def pack_call(call: Call, threads: int = 1) -> bytes:
-    """A declared operation, or its gradient; gates and attention have structures of their own."""
+    """A declared operation, or its gradient; gates, rotations and attention have structures of their own."""
     return _PACKED_BY_NAME.get(call.name, pack_declared)(call, threads)
 
 
-_PACKED_BY_NAME = {"gate": pack_gate, "attention": pack_attention, "paged_attention": pack_attention}
+_PACKED_BY_NAME = {
+    "gate": pack_gate,
+    "rotate": pack_rotate,
+    "attention": pack_attention,
+    "paged_attention": pack_attention,
+}
 
 
 #: How C takes each call.
@@ -359,13 +366,14 @@ PACKED: dict[type, Callable[..., bytes]] = {
     Quantize: pack_quantize,
     NormGated: pack_norm_gated,
     NormGatedBackward: pack_norm_gated_backward,
-    Rotate: pack_rotate,
     Call: pack_call,
     Backward: pack_backward,
 }
 
 
-def pack_alone(call: Rotate | Call, threads: int = 1) -> bytes:
+def pack_alone(call: Call, threads: int = 1) -> bytes:
     """A call that is no norm, which GPUs and Triton on CPUs take after a call that says where it runs."""
-    flag = ROTATION_ONLY if isinstance(call, Rotate) else GATE_ONLY if call.name == "gate" else DECLARED_ONLY
-    return _only(flag, call, threads) + PACKED[type(call)](call)
+    return _only(_ALONE.get(call.name, DECLARED_ONLY), call, threads) + pack_call(call)
+
+
+_ALONE = {"gate": GATE_ONLY, "rotate": ROTATION_ONLY}

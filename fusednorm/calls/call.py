@@ -442,61 +442,6 @@ class NormGradients(NamedTuple):
     needs: Sequence[bool]
 
 
-class Heads(NamedTuple):
-    """Heads of q or of k, each of adjacent numbers. The strides: of rows in two levels, and from head to head."""
-
-    #: [..., H, D].
-    x: Tensor
-    #: [..., H, D], receives the heads, rounded to its dtype. It may be x itself.
-    out: Tensor
-    #: [D], or [H, D] with a row for each head; contiguous, or None.
-    weight: Tensor | None
-    x_strides: tuple[int, int, int]
-    out_strides: tuple[int, int, int]
-    #: [..., H] of the accumulator type, contiguous, receives ``1 / sqrt(mean(x^2) + eps)``; or None.
-    rstd: Tensor | None = None
-
-
-class HeadsNorm(NamedTuple):
-    """A norm of each head."""
-
-    eps: float
-    weight_offset: float
-    round_norm: bool
-
-
-class Rotate(NamedTuple):
-    """Heads of q, or of q and of k, that are normalised, rotated, or both: docs/spec.md, section 8.
-
-    ``inner`` and the strides say where rows of heads lie, as :class:`Forward` says it of rows.
-    """
-
-    #: Of the same dtypes.
-    heads: tuple[Heads, ...]
-    norm: HeadsNorm | None
-    #: The dtype of the heads that are rotated: that of x, or the one that normalised heads are rounded to.
-    between: torch.dtype
-    #: The dtype that products are rounded to before two are added, or None.
-    products: torch.dtype | None
-    interleaved: bool
-    #: [..., K], with a row for each row of heads; or [P, K], where there are positions. None: nothing is rotated.
-    cos: Tensor | None
-    sin: Tensor | None
-    #: Of cos and sin, as of operands whose rows are rows of heads.
-    table_strides: tuple[Strides, Strides]
-    #: int32 or int64, which row of the tables each row of heads takes; or None.
-    positions: Tensor | None
-    position_strides: Strides
-    size: int
-    rows: int
-    inner: int
-
-    @property
-    def hidden_size(self) -> int:
-        """D, the numbers of a head."""
-        return self.size
-
-
 class GateSteps(NamedTuple):
     """The optional steps of a gate whose function is silu: docs/spec.md, section 10."""
 
@@ -596,6 +541,11 @@ class Call(NamedTuple):
     ``temperature``, ``out``, ``m``, ``s`` (the greatest number and the sum of exponentials of each row) and
     ``entropy``, all of which each call names. Of a part of a row, "sums" is given ``m``, and writes the sums of
     exponentials of each segment, and as ``entropy`` those that the entropy takes.
+
+    "rotate" has heads of q, or of q and of k: ``q``, ``q_weight``, ``q_out``, ``q_rstd`` (that of each head, or None),
+    and the same for k, all of one dtype; ``cos``, ``sin`` and ``positions``. Rows are rows of heads. Its flags are
+    ``norm``, ``eps``, ``weight_offset``, ``round_norm`` and ``interleaved``; ``between``, the dtype of the heads that
+    are rotated; and ``products``, the dtype that products are rounded to before two are added, or None.
     """
 
     #: The operation's; of log-probabilities "log_softmax", "logsumexp", "selected", "selected_and_entropy" or "sums".
@@ -633,7 +583,7 @@ class Call(NamedTuple):
 
 
 #: A backend's ``forward`` takes those of them that it knows, and its ``backward``.
-ForwardCall: TypeAlias = Forward | Quantize | NormGated | Rotate | Call
+ForwardCall: TypeAlias = Forward | Quantize | NormGated | Call
 BackwardCall: TypeAlias = Backward | NormGatedBackward | Call
 AnyCall: TypeAlias = ForwardCall | BackwardCall
 
@@ -644,6 +594,4 @@ def device_of(call: AnyCall) -> torch.device:
         return call.norm.operation.device
     if isinstance(call, Call):
         return call.x.device
-    if isinstance(call, Rotate):
-        return call.heads[0].x.device
     return call.out.device if isinstance(call, Quantize) else call.operation.device

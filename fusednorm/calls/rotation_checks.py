@@ -2,11 +2,70 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from fusednorm.calls.call import FLOATS
-from fusednorm.calls.checks import check_dense, check_device, check_memory, check_operands
+from fusednorm.calls.call import FLOATS, Flags
+from fusednorm.calls.checks import (
+    check_affine,
+    check_between,
+    check_dense,
+    check_device,
+    check_flag,
+    check_flags,
+    check_memory,
+    check_operands,
+    usual,
+)
+
+
+def check_rotation(operands: Mapping[str, Any], flags: Mapping[str, Any], in_memory: bool) -> Mapping[str, Any]:
+    """Heads of x, or of q and k, their weights and the tables; returns the flags, numbers rounded."""
+    for flag in ("norm", "interleaved", "round_products"):
+        if flag in flags:
+            check_flag(flag, flags[flag])
+    names = [name for name in ("x", "q", "k") if name in operands]
+    norm, between = flags.get("norm", False), flags.get("between")
+    _check_heads_and_tables(names, operands, norm, in_memory)
+    if between is not None:
+        for name in names:
+            check_between(between, operands[name], name)
+    if not norm:
+        return flags
+    asked = Flags(flags["eps"], flags["weight_offset"], True, flags["round_norm"], between)
+    found = check_flags(asked, operands[names[0]], None, None, None)
+    return {**flags, "eps": found.eps, "weight_offset": found.weight_offset}
+
+
+def _check_heads_and_tables(names: list[str], operands: Mapping[str, Any], norm: bool, in_memory: bool) -> None:
+    unusual = []  # whose weight is to be looked at by itself
+    for name in names:
+        x, weight = operands[name], operands.get(f"{name}_weight")
+        if not in_memory or not usual((x, None, weight, None, None)) or x.dim() < 2:
+            check_heads(name, x, in_memory)
+            unusual.append(name)
+    x, y = operands[names[0]], operands[names[-1]]
+    if x.shape[:-2] != y.shape[:-2] or x.shape[-1] != y.shape[-1]:
+        raise ValueError(
+            f"k must have q's shape {list(x.shape)} but for the number of heads, got {list(y.shape)}; pass both as "
+            "[..., H, D]"
+        )
+    for name in names:
+        weight = operands.get(f"{name}_weight")
+        if weight is not None and not norm:
+            raise TypeError(f"{name}_weight is given, and with norm=False there is no norm that takes it; pass None")
+        if name in unusual:
+            check_affine(operands[name], weight, None, in_memory=in_memory, x_name=name, weight_name=f"{name}_weight")
+    cos, sin, positions = operands["cos"], operands["sin"], operands["positions"]
+    if cos is not None or sin is not None or names == ["x"]:
+        check_tables(cos, sin, positions, x, in_memory=in_memory, x_name=names[0])
+    elif positions is not None:
+        raise TypeError("positions are given without tables; pass cos and sin, or leave out positions")
+    elif not norm:
+        raise TypeError("norm is False and cos and sin are None, so there is nothing to do; pass tables, or norm=True")
 
 
 def check_heads(name: str, x: Tensor, in_memory: bool) -> None:

@@ -91,7 +91,7 @@ class Plan:
         self._usual = None if self.has_numbers else tuple(declaration.defaults.items())
         self._numbers = [flag for flag, default in declaration.flags.items() if _is_number(default)]
         self._results = tuple(
-            Made(one.name, one.role is Role.ROWS, self._shape_of(one.role), self._dtype_of(one))
+            Made(one.name, one.role is Role.ROWS, self._shape_of(one.role, one.like), self._dtype_of(one))
             for one in declaration.results
         )
         self.places = [self.operands.index(operand.name) for operand in declaration.with_gradient]
@@ -229,12 +229,12 @@ class Plan:
         """The shape of what has this role, beside these operands; of a weight or a matrix that of one of its rows."""
         return self._shape_of(role)(operands)
 
-    def _shape_of(self, role: Role) -> Callable[[Mapping[str, Any]], torch.Size]:
-        first = self.rows
+    def _shape_of(self, role: Role, like: str | None = None) -> Callable[[Mapping[str, Any]], torch.Size]:
+        first = like or self.rows
         if role is Role.OF_CHOSEN:
             (chosen,) = (operand.name for operand in self.declaration.operands if operand.role is Role.CHOSEN)
             return lambda operands: operands[chosen].shape
-        if role is Role.ROWS:
+        if role in (Role.ROWS, Role.HEADS):
             return lambda operands: operands[first].shape
         if role in (Role.WEIGHT, Role.MATRIX):
             return lambda operands: operands[first].shape[-1:]

@@ -11,6 +11,7 @@ import importlib
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from functools import partial
@@ -315,6 +316,19 @@ def request_of_backward() -> str:
         return here[_request]
     context = torch._C._get_obj_in_tls("context") if torch._C._is_key_in_tls("context") else here
     return cast(str, context.get(_request, ENVIRONMENT))
+
+
+@contextmanager
+def with_request(requested: str) -> Iterator[None]:
+    """Has a request of before in force for a block, as a backward pass has that of its forward pass."""
+    if requested == request():
+        yield
+        return
+    token = _request.set(requested)
+    try:
+        yield
+    finally:
+        _request.reset(token)
 
 
 class use_backend:  # noqa: N801 - reads as a statement: `with use_backend("cpu"):`

@@ -51,6 +51,13 @@ class Operation(Operator):
             for result in self.declaration.returned
             if result.dtype
         ]
+        #: The operands that each output may be; None: any.
+        self._own: dict[str, tuple[str, ...]] | None = {}
+        for result in self.declaration.returned:
+            if result.may_be is None or self._own is None:
+                self._own = None
+            else:
+                self._own[result.name] = (*((result.overwrites,) if result.overwrites else ()), *result.may_be)
         self._of_rows = [result.name for result in self.declaration.returned if result.role in WITH_ROWS]
 
     def of_parts(self, operands: Mapping[str, Any], flags: Mapping[str, Any]) -> tuple[Tensor, ...] | None:
@@ -93,9 +100,9 @@ class Operation(Operator):
                 for output in outputs:
                     if given.get(output) is not None:
                         return None
-                operands = self.fitted([given[operand] for operand in operands_of])
+                operands = self.fitted([given.get(operand) for operand in operands_of])
                 flags = flags_of(given, operands)
-            found = self.recorded.record(*operands, flags)  # type: ignore[attr-defined]
+            found = self.record_plain(operands, flags)
             return found if not isinstance(found, tuple) else found[0] if alone else found[: len(outputs)]
 
         return entry.open(recorded=record)
@@ -128,10 +135,7 @@ class Operation(Operator):
         outputs = {result: t for result, t in given.items() if t is not None}
         seen = listener is Listener.DISPATCHER
         flags: Mapping[str, Any] = {flag: arguments.get(flag, default) for flag, default in self._defaults}
-        if listener is Listener.TRANSFORM:
-            flags = self.plan.rounded(operands, flags)
-        elif not is_dynamo_compiling():
-            flags = self.plan.check(operands, flags, in_memory=not seen)
+        flags = self.checked(operands, flags, listener)
         records = is_grad_enabled() and requires_grad(*operands.values())
         if outputs:
             self._check_outputs(given, operands, flags, in_place, apart=listener is None)
@@ -150,6 +154,14 @@ class Operation(Operator):
         count = len(self._returned)
         return found[0] if count == 1 else found[:count]  # type: ignore[return-value]
 
+    def checked(
+        self, operands: Mapping[str, Any], flags: Mapping[str, Any], listener: Listener | None
+    ) -> Mapping[str, Any]:
+        """The flags, numbers rounded, beside operands, all of which are checked unless the operator does that."""
+        if listener is Listener.TRANSFORM:
+            return self.plan.rounded(operands, flags)
+        return flags if is_dynamo_compiling() else self.plan.check(operands, flags, in_memory=listener is None)
+
     def compute(
         self, operands: Mapping[str, Any], flags: Mapping[str, Any], outputs: Mapping[str, Tensor]
     ) -> tuple[Tensor, ...]:
@@ -167,15 +179,14 @@ class Operation(Operator):
         apart: bool,
     ) -> None:
         """That outputs have the shapes and dtypes of results, and, in memory, share none with others."""
-        called, rows = {}, cast(Tensor, operands[self.plan.rows])
-        results = self.plan.results(operands, flags)
-        for (name, overwrites), (_, shape, dtype) in zip(self._returned, results, strict=False):
-            called_name = overwrites if in_place else name
-            check_output(called_name, given[name], list(shape), dtype, rows, self.plan.rows)
+        called, results = {}, self.plan.results(operands, flags)
+        returned = zip(self.declaration.returned, self._returned, results, strict=False)
+        for result, (name, overwrites), (_, shape, dtype) in returned:
+            called_name, like = overwrites if in_place else name, result.like or self.plan.rows
+            check_output(called_name, given[name], list(shape), dtype, cast(Tensor, operands[like]), like)
             called[called_name] = given[name]
         if apart:
-            own = {name: (overwrites,) for name, overwrites in self._returned if overwrites}
-            check_apart(called, operands, None if in_place else own)
+            check_apart(called, operands, None if in_place else self._own)
 
 
 def _are(arguments: Sequence[Any], usual: Sequence[Any]) -> bool:

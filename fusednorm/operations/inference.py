@@ -16,12 +16,11 @@ from torch import Tensor
 
 from fusednorm.calls import fast_path
 from fusednorm.calls.quantization import Quantization
-from fusednorm.operations.listed import ENTRIES
 from fusednorm.torch_ops.gradients import composed_again
 from fusednorm.torch_ops.registered import register
 
-#: The functions that have such an operator. A gate is one operator in each graph, and ``l2_norm`` is ``rms_norm``.
-FUNCTIONS = [one.function for one in ENTRIES if one.steps != "gate" and one.name != "l2_norm"]
+#: The functions that have such an operator.
+FUNCTIONS: list[Callable[..., Any]] = []
 
 #: Types in a schema, by annotation.
 _TYPES = {
@@ -66,7 +65,9 @@ def _without_outputs(
     return entry._replace(names=" ".join(in_c[name] for name in names), constants={**entry.constants, **defaults})
 
 
-def _register(function: Callable[..., Any]) -> None:
+def add_operator(function: Callable[..., Any]) -> None:
+    """Makes the operator of a public function that returns new tensors."""
+    FUNCTIONS.append(function)
     signature = inspect.signature(function)
     parameters = signature.parameters
     arguments_of = _arguments(parameters)
@@ -107,7 +108,3 @@ def _register(function: Callable[..., Any]) -> None:
     entry = fast_path.ENTRIES.get(function.__name__)
     entry_of = None if entry is None else functools.partial(_without_outputs, entry, parameters, names)
     register(f"{function.__name__}_inference", schema, made, made, differentiated, direct=made, entry=entry_of)
-
-
-for _function in FUNCTIONS:
-    _register(_function)

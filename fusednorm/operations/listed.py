@@ -17,6 +17,7 @@ from fusednorm import quantizations as presets
 from fusednorm.declare.declaration import Result, Role
 from fusednorm.operations.front_door import PUBLIC, Operation
 from fusednorm.operations.gate import gate, gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from fusednorm.operations.inference import add_operator
 from fusednorm.operations.l2 import l2_norm
 from fusednorm.operations.layer_norm import fused_add_layer_norm, layer_norm
 from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
@@ -30,7 +31,6 @@ from fusednorm.operations.quantize import (
     rms_norm_quant,
     silu_and_mul_quant,
 )
-from fusednorm.operations.rotate import qk_norm_rope, rotate
 from fusednorm.operations.two_norms import rms_norm_add, rms_norm_add_rms_norm
 
 
@@ -165,7 +165,6 @@ def _entry(
 
 
 _Y, _SUM = Result(overwrites="x"), Result("residual_out", overwrites="residual")
-_HEADS = Result("q_out", overwrites="q"), Result("k_out", overwrites="k")
 _NUMBERS = (Result(), Result("scale_out", Role.NUMBERS))
 _BIAS = {"bias": Role.WEIGHT}
 
@@ -183,8 +182,6 @@ ENTRIES = (
     _entry(gelu_tanh_and_mul, "gate"),
     _entry(gelu_and_mul, "gate"),
     _entry(rms_norm_gated, "norm, gate", (_Y,)),
-    _entry(rotate, "rotate"),
-    _entry(qk_norm_rope, "norm, rotate", _HEADS),
     _entry(quantize, "quantize", _NUMBERS, quantization=presets.VLLM_INT8_TOKEN_AZP_CPU),
     _entry(rms_norm_quant, "norm, quantize", _NUMBERS, quantization=presets.VLLM_FP8_BLOCK_FUSED),
     _entry(
@@ -206,17 +203,26 @@ ENTRIES = (
 )
 
 
+for _one in ENTRIES:  # a gate is one operator in each graph, and l2_norm is rms_norm
+    if _one.steps != "gate" and _one.name != "l2_norm":
+        add_operator(_one.function)
+
+
+#: The roles of operands that are listed with another one: each has as many heads as the first.
+_LISTED = {Role.HEADS: Role.ROWS}
+
+
 def _declared(name: str, function: Callable[..., Any], operation: Operation) -> Listed:
     declaration = operation.declaration
     taken = inspect.signature(function).parameters
     return Listed(
         function,
         operation.functions.get(f"{name}_"),
-        {operand.name: operand.role for operand in declaration.operands},
+        {one.name: _LISTED.get(one.role, one.role) for one in declaration.operands if one.role is not Role.POSITIONS},
         declaration.returned,
         operation.steps,
         {flag: value for flag, value in declaration.samples[-1].items() if flag in taken},
-        declaration.gradient is not None,
+        operation.differentiable,
         declaration.exact_gradients,
         {one.name: one.dtype for one in declaration.operands if one.dtype is not None},
     )

@@ -17,6 +17,7 @@ from fusednorm.calls.forward_mode import outer_levels, primals
 from fusednorm.declare.declaration import WHOLE, Declaration, Role
 from fusednorm.declare.plan import Flags, New, Operands, Plan
 from fusednorm.engine import run as engine
+from fusednorm.engine.choose import request, with_request
 from fusednorm.engine.run import as_new
 from fusednorm.torch_ops import dtensor_bridge
 from fusednorm.torch_ops.registered import register
@@ -54,15 +55,24 @@ class Operator:
         self.count = len(declaration.operands)
         #: The operands that gradients take.
         self.taken = self.plan.operands[0 if declaration.transposed is None else 1 :]
+        #: The places of results that do not depend on all operands, with the places of those on which they do.
+        self._of_some = [
+            (place, [self.plan.operands.index(name) for name in result.of])
+            for place, result in enumerate(declaration.returned)
+            if result.of
+        ]
         self._recorded: type[torch.autograd.Function] | None = None
-        gradients = None
+        self.register()
+
+    def register(self) -> None:
+        """Makes the operators."""
+        declaration, name, gradients = self.declaration, self.declaration.name, None
         if self.differentiable:
             gradients = (self._gradients_of_operator, self._keep_of_operator)
-        name = declaration.name
         if declaration.gradient is not None:
             backward = (self.plan.backward_schema, self._backward, self._fake_backward)
-            register(f"{name}_backward", *backward, fast=fast_gradient)
-        register(name, self.plan.schema, self._forward, self._fake, gradients, fast)
+            register(f"{name}_backward", *backward, fast=_given(self.fast_gradient))
+        register(name, self.plan.schema, self._forward, self._fake, gradients, _given(self.fast))
         DECLARED[name] = self
         if (sharding := sys.modules.get("fusednorm.torch_ops.sharding")) is not None:
             sharding.register_declared(self.plan)
@@ -94,6 +104,10 @@ class Operator:
     def record(self, operands: Operands, flags: Flags) -> Any:
         """The results, one or a tuple, for checked operands, whose gradients are recorded."""
         return cast(Any, self.recorded).apply(*operands.values(), MappingProxyType(flags))
+
+    def record_plain(self, operands: Sequence[Any], flags: Flags) -> Any:
+        """The same for plain operands that C has read, and flags of a type that torch does not look into."""
+        return self.recorded.record(*operands, flags)  # type: ignore[attr-defined]
 
     def with_gradients(self, **arguments: Any) -> Any:
         """The results, one or a tuple, for operands that have been checked: through torch's dispatcher if it must."""
@@ -146,7 +160,11 @@ class Operator:
         kept = results[len(self.declaration.returned) :]
         ctx.save_for_backward(*[operands[name] for name in self.taken], *kept)
         ctx.flags, ctx.dtype = flags, cast(Any, operands[self.plan.rows]).dtype
-        ctx.mark_non_differentiable(*kept)
+        if not through_dispatcher:
+            ctx.request = request()  # in the backward pass another may be in force
+        needs = ctx.needs_input_grad if self._of_some else ()
+        constant = [results[place] for place, of in self._of_some if not [one for one in of if needs[one]]]
+        ctx.mark_non_differentiable(*constant, *kept)
         ctx.set_materialize_grads(False)  # torch would make plain zeros for a DTensor
 
     def gradients(self, ctx: Any, incoming: Sequence[Tensor], through_dispatcher: bool) -> tuple[Tensor | None, ...]:
@@ -179,7 +197,8 @@ class Operator:
             found = _several(getattr(ops, f"{declaration.name}_backward")(*incoming, *saved, *asked, needs))
         else:
             dtensor_bridge.check_kept(incoming, saved)
-            found = self.run_gradient(dict(zip(plan.of_backward, (*incoming, *saved, *asked), strict=True)), needs)
+            with with_request(ctx.request):
+                found = self.run_gradient(dict(zip(plan.of_backward, (*incoming, *saved, *asked), strict=True)), needs)
         gradients: list[Tensor | None] = [None] * self.count
         for place, need, gradient in zip(plan.places, needs, found, strict=True):
             gradients[place] = gradient if need else None
@@ -337,6 +356,10 @@ def _tangents(
 
 def _zeros(like: Tensor, results: Sequence[New]) -> tuple[Tensor, ...]:
     return tuple([like.new_zeros(shape, dtype=dtype) for _, shape, dtype in results])
+
+
+def _given(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    return None if function is nothing else function
 
 
 def _several(found: Any) -> tuple[Any, ...]:

@@ -7,7 +7,6 @@ subclasses) use them; a plain call does not, because torch's dispatcher would co
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -29,7 +28,7 @@ from fusednorm.calls.quantization import Quantization, computed_by, groups_of, s
 from fusednorm.calls.scalars import number
 from fusednorm.declare.declaration import Declaration, Operand, Result, Role
 from fusednorm.engine import execute
-from fusednorm.engine.choose import request, request_of_backward, use_backend
+from fusednorm.engine.choose import request_of_backward, with_request
 from fusednorm.engine.run import as_new
 from fusednorm.reference import norm as reference
 from fusednorm.reference import quantizer
@@ -110,8 +109,7 @@ class _Gradients:
 
     def _real(self, *arguments: Any) -> tuple[Tensor, ...]:
         of = self._checked(True, arguments)
-        requested = request_of_backward()
-        with nullcontext() if requested == request() else use_backend(requested):
+        with with_request(request_of_backward()):
             chosen = backend_of(of.operation, of.weight, of.bias)
         found = by_backend(chosen, of)
         dx, dresidual, *others = (of.h.new_empty(0) if gradient is None else gradient for gradient in found)

@@ -17,11 +17,9 @@ from fusednorm.calls.arithmetic import exact
 from fusednorm.calls.call import GateSteps, gate_steps
 from fusednorm.calls.checks import check_activation, check_dtype, check_gate_steps, check_operands
 from fusednorm.calls.rotation_checks import check_heads, check_tables
-from fusednorm.declare.declaration import Declaration, Operand, Result, Role
+from fusednorm.declare.declaration import Declaration, Kernel, Operand, Result, Role
 from fusednorm.declare.plan import Flags, Operands
-from fusednorm.engine import execute, gates
-from fusednorm.engine.execute import Head, Rotation
-from fusednorm.engine.run import as_new
+from fusednorm.engine import gates, heads
 from fusednorm.reference import activations, rotation
 from fusednorm.reference import norm as reference
 from fusednorm.torch_ops import dtensor_bridge
@@ -90,20 +88,11 @@ GATE = Operator(
 def _rotate_on_fast_path(
     x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rounded_to: Any, dtype: Any, *others: Any
 ) -> Tensor | None:
-    if any(others):  # flags that C does not know
+    if any(others) or dtype is not x.dtype:  # flags that C does not know; by identity, see gates.on_fast_path
         return None
-    found = execute.rotate_on_fast_path([x], (cos, sin, None), Rotation(interleaved, rounded_to, dtype))
+    flags = {"interleaved": interleaved, "products": rounded_to}
+    found = heads.rotated_on_fast_path([x], {"cos": cos, "sin": sin}, flags)
     return None if found is None else cast(Tensor, found[0])
-
-
-def _run_rotate(operands: Operands, flags: Flags) -> tuple[Tensor]:
-    x, cos, sin = cast("tuple[Tensor, Tensor, Tensor]", operands.values())
-    interleaved, rounded_to, dtype = (flags[name] for name in ("interleaved", "rounded_to", "dtype"))
-    rotated = _rotate_on_fast_path(x, cos, sin, interleaved, rounded_to, dtype)
-    if rotated is None:
-        found = execute.rotate([Head(x)], (cos, sin, None), Rotation(interleaved, rounded_to, dtype))
-        rotated = rotation.rotated(x, cos, sin, interleaved, rounded_to, dtype) if found is None else found[0]
-    return as_new((rotated,), (x,))  # type: ignore[return-value]
 
 
 def _check_rotate(x: Tensor, cos: Tensor, sin: Tensor, rounded_to: Any, **_: Any) -> None:
@@ -122,9 +111,8 @@ ROTATE = Operator(
         formula=lambda **arguments: (rotation.rotated(**arguments),),
         transposed=lambda dtype, tables, flags: ({**tables, "sin": -tables["sin"]}, {**flags, "dtype": dtype}),
         check=_check_rotate,
-        kernel=None,
+        kernel=Kernel("rotate", "rotate", run=heads.forward),
     ),
-    _run_rotate,
     fast=_rotate_on_fast_path,
 )
 

@@ -22,7 +22,7 @@ from every_operation import (
 
 import fusednorm
 from fusednorm.backends import cpu, reference
-from fusednorm.calls.call import ACTIVATIONS, Backward, Forward
+from fusednorm.calls.call import ACTIVATIONS, Backward, Call, Forward
 from fusednorm.engine import choose
 
 from fast_calls import close_fast_path
@@ -204,6 +204,30 @@ def test_gradients_in_one_tensor_by_a_backend_of_others(old, interleaved):
             y = fusednorm.silu_and_mul(both, interleaved=interleaved)
             found += torch.autograd.grad(y, both, torch.ones_like(y))
     assert torch.equal(*found)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("name", ["modulate", "qk_norm_rope", "selected_log_prob"])
+def test_gradients_are_those_of_the_backend_of_the_results(old, name):
+    """The backward pass may begin where another backend is in force, or none."""
+    backend, taken = choose.load("old"), []
+    backend.KNOWS = cpu.KNOWS
+
+    def run(call):
+        taken.append((call.name if isinstance(call, Call) else "norm", isinstance(call, Backward) or call.backward))
+        cpu.forward(call)
+
+    backend.forward = backend.backward = run
+    operands = clones(without_outputs(FUNCTIONS[name]))
+    leaves = [operands[key].requires_grad_() for key in DIFFERENTIATED[name]]
+    with fusednorm.use_backend("old"):
+        results = called(function_of(name), operands)
+    assert [backward for _, backward in taken] == [False]
+    taken.clear()
+    gradients(results, leaves)
+    assert taken == {"modulate": [("modulate", True)], "selected_log_prob": [("selected", True)]}.get(
+        name, [("rotate", False), ("norm", True), ("norm", True)]
+    )
 
 
 def test_a_backend_is_asked_about_the_whole_operation(old):

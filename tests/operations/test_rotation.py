@@ -43,11 +43,20 @@ COS, SIN = ANGLES.cos(), ANGLES.sin()
         ),
         (lambda: rotate(Q, COS, SIN, positions=-torch.ones(4).int()), ValueError, "got -1 to -1"),
         (
+            lambda: rotate(Q.clone().requires_grad_(), COS, SIN, positions=torch.arange(1, 5)),
+            ValueError,
+            "positions must be 0 to 3, .* got 1 to 4",
+        ),
+        (
             lambda: qk_norm_rope(Q, K[:2]),
             ValueError,
             r"k must have q's shape \[3, 4, 4, 16\] but for the number of heads",
         ),
-        (lambda: qk_norm_rope(Q, K, WEIGHT, norm=False), TypeError, "q_weight is given, and norm=False leaves out"),
+        (
+            lambda: qk_norm_rope(Q, K, WEIGHT, norm=False),
+            TypeError,
+            "q_weight is given, and with norm=False there is no norm",
+        ),
         (lambda: qk_norm_rope(Q, K, norm=False), TypeError, "so there is nothing to do"),
         (lambda: qk_norm_rope(Q, K, positions=torch.arange(4)), TypeError, "positions are given without tables"),
         (lambda: qk_norm_rope(Q, K, sin=SIN), TypeError, "cos must be a torch.Tensor, got NoneType; cos and sin go"),
