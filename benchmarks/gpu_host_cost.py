@@ -154,7 +154,7 @@ def with_cuda(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> 
         "fused_add_rms_norm_, gaps": lambda: fusednorm.fused_add_rms_norm_(wide[:, :4096], wide[:, 4096:], weight),
         "fused_add_rms_norm, and rstd": lambda: normalise(x, residual, weight, Flags()),
         "qk_norm_rope_": lambda: fusednorm.qk_norm_rope_(q, k, head_weight, head_weight, cos, sin),
-        "gradients of a gate": lambda: gates.backward(cuda, x, (residual, x), GATE_FLAGS, (True, True)),
+        "gradients of a gate": lambda: gates.backward(x, (residual, x), GATE_FLAGS, (True, True)),
         "the backend's forward": lambda: cuda.forward(call),
         "backward": lambda: execute.backward(
             cuda, call.operation, x, None, residual, rstd, weight, 0.0, (True, True, True)

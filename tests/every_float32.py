@@ -179,8 +179,8 @@ def functions(z, name, variant):
     with fusednorm.use_backend("cpu"), cpu.use_variant(variant):
         if name == "tanh":
             flags = {**GATE_FLAGS, "activation": "softcap", "limit": 1.0}
-            return fusednorm.softcap(z, 1.0), gates.backward(cpu, one, (None, z), flags, (False, True))[1]
-        value, slope = gates.backward(cpu, one, (one, z), {**GATE_FLAGS, "activation": name}, (True, True))
+            return fusednorm.softcap(z, 1.0), gates.backward(one, (None, z), flags, (False, True))[1]
+        value, slope = gates.backward(one, (one, z), {**GATE_FLAGS, "activation": name}, (True, True))
         return fusednorm.gate(one, z, activation=name), value, slope
 
 

@@ -236,19 +236,13 @@ class NormCall(NamedTuple):
     residual_out: Tensor | None = None
     bias: Tensor | None = None
     x_scale: float = 1.0
-    #: A norm of x before the addition; the weight, and the eps of the flags, are then of the norm after it.
-    before: Before | None = None
     #: Whether it is a part of another call, which has asked what overrides functions.
     inner: bool = False
 
     def arguments(self) -> dict[str, Any]:
         """By the names that functions have for them; other names are there too."""
         # Without ``_asdict``, which old versions of torch's compiler may not know.
-        values = dict(zip((*NormCall._fields, *Flags._fields), (*self, *self.flags), strict=True))
-        if self.before is not None:
-            values |= dict(zip(Before._fields, self.before, strict=True))
-            values |= {"next_weight": self.weight, "next_eps": self.flags.eps}
-        return values
+        return dict(zip((*NormCall._fields, *Flags._fields), (*self, *self.flags), strict=True))
 
 
 def operation_of(

@@ -180,6 +180,16 @@ def check_between(between: torch.dtype | None, x: Tensor, name: str = "x") -> No
         raise TypeError(f"between is float32 while {name} is float64, whose rows it would round; leave it out")
 
 
+def check_group_size(
+    group_size: int | None, hidden_size: int, cure: str = "leave it out to normalise whole rows"
+) -> None:
+    """The elements that belong together; None: all."""
+    if group_size is not None and (type(group_size) is not int or group_size < 1 or hidden_size % group_size):
+        raise ValueError(
+            f"group_size must be an int that divides the {hidden_size} elements of a row, got {group_size!r}; {cure}"
+        )
+
+
 def check_activation(activation: str) -> None:
     """The name of a gate's function."""
     if activation not in ACTIVATIONS:
@@ -698,20 +708,6 @@ def refuse_layout(name: str, tensor: Tensor, levels: str = "at most two levels o
         f"got shape {list(tensor.shape)} with strides {list(tensor.stride())}; pass "
         "a contiguous tensor, or call the function that returns new ones"
     )
-
-
-def check_written(
-    x: Tensor,
-    residual: Tensor | None,
-    out: Tensor | None,
-    residual_out: Tensor | None,
-    next_weight: Tensor | None = None,
-) -> None:
-    """Outputs of a composition: apart from each other, and from a weight that is read after the writes."""
-    outputs = as_called(x, residual, out, residual_out)
-    for name, tensor in outputs.items():
-        check_rows_to_write(name, tensor)
-    check_apart(outputs, {"next_weight": next_weight}, {})
 
 
 def requires_grad(*operands: Tensor | None) -> bool:

@@ -14,11 +14,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusednorm.calls.checks import replaced
+from fusednorm.calls.checks import check_group_size, replaced
 from fusednorm.compat import rotate_in_place, unrounded
 from fusednorm.compat.flashinfer import fused_add_rmsnorm, gemma_fused_add_rmsnorm, gemma_rmsnorm, rmsnorm
 from fusednorm.operations import gate
-from fusednorm.operations.norm_gated import check_group_size
 from fusednorm.operations.quantize import quantize, silu_and_mul_quant
 from fusednorm.quantizations import SGLANG_FP8_BLOCK, SGLANG_FP8_BLOCK_UE8M0, SGLANG_FP8_TOKEN, VLLM_FP8_STATIC
 

@@ -27,10 +27,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fusednorm.calls.checks import check_one_row, refuse_type, replaced
+from fusednorm.calls.checks import check_group_size, check_one_row, refuse_type, replaced
 from fusednorm.compat import cos_and_sin, rotate_in_place, unrounded
 from fusednorm.operations import functions, gate, int8_linear, log_prob, norm, quantize
-from fusednorm.operations.norm_gated import check_group_size
 from fusednorm.operations.rotate import qk_norm_rope_
 from fusednorm.quantizations import (
     VLLM_FP8_BLOCK_FUSED,

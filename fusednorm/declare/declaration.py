@@ -81,6 +81,8 @@ class Operand(NamedTuple):
     optional: bool = False
     #: The only one that it may have, if there is one.
     dtype: torch.dtype | None = None
+    #: Whether tests and measurements of all operations pass it.
+    listed: bool = True
 
 
 class Result(NamedTuple):

@@ -6,6 +6,7 @@ Within the library operands and flags go by their names. Torch has positions: :m
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -81,8 +82,6 @@ class Plan:
         self._of_columns = tuple(one.name for one in declaration.operands if one.role is Role.COLUMNS)
         #: The operand whose rows are as long as those of results that are sums of them.
         self.values, *_ = (*[one.name for one in declaration.operands if one.role is Role.VALUES], None)
-        by_roles = declaration.operands if declaration.checks is None else ()
-        self._fits = tuple((operand.name, *_FITS[operand.role]) for operand in by_roles)
         self._checks = {flag: _check_of(flag, default) for flag, default in declaration.flags.items()}
         if declaration.transposed is not None:  # of any rows
             self._checks = {flag: _without_rows(check) for flag, check in self._checks.items()}
@@ -133,6 +132,11 @@ class Plan:
         #: The names of gradients, and of those that have rows.
         self.gradients = tuple(f"d{name}" for name in self.with_gradient)
         self.gradients_with_rows = tuple(f"d{name}" for name in self.with_gradient if roles[name] is Role.ROWS)
+
+    @functools.cached_property
+    def _fits(self) -> tuple[tuple[str, Callable[[torch.Size, torch.Size], bool], tuple[torch.dtype, ...]], ...]:
+        """Of each operand whether it fits the rows in the usual form; see :data:`_FITS`."""
+        return tuple([(operand.name, *_FITS[operand.role]) for operand in self.declaration.operands])
 
     def step_of(self, flags: Flags, backward: bool = False) -> Step:
         """The operation, or its gradient, with everything that a backend must know."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fusednorm.backends.kernel_keys import blocks_of, scratch_size
 from fusednorm.calls import fast_path as path
+from fusednorm.engine.choose import request
 
 if TYPE_CHECKING:
     from fusednorm.engine.choose import Chosen, Explanation
@@ -56,12 +57,18 @@ def backward(
     )
 
 
-def gate_backward(backend: Chosen, *arguments: Any) -> bool:
+def gate_backward(d: Tensor, *arguments: Any) -> bool:
     """Writes the gradients of a gate: see ``calls/fast_path.py``; returns whether it did."""
-    where = {"cpu": path.CPU, "cuda": path.CUDA}.get(getattr(backend, "fast_path", None) or "")
-    return where is not None and path.gate_backward(where, *arguments)
+    where = _where(d)
+    return where is not None and path.gate_backward(where, d, *arguments)
 
 
-def norm_gated_backward(backend: Chosen, *arguments: Any) -> bool:
+def norm_gated_backward(d: Tensor, *arguments: Any) -> bool:
     """Writes the gradients of a norm with a gate: see ``calls/fast_path.py``; returns whether it did."""
-    return getattr(backend, "fast_path", None) == "cpu" and path.norm_gated_backward(*arguments)
+    return _where(d) == path.CPU and path.norm_gated_backward(d, *arguments)
+
+
+def _where(d: Tensor) -> int | None:
+    """The type of the device of a gradient, whose backend takes the fast path where that is open for the request."""
+    device = path.CPU if d.is_cpu else path.CUDA if d.is_cuda else None
+    return device if device and path.devices_of.get(request(), 0) >> device & 1 else None

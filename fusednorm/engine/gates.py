@@ -127,7 +127,6 @@ def rows_and_gate(operands: Sequence[Any], interleaved: bool = False) -> Any:
 
 
 def backward(
-    backend: Chosen | None,
     d: Tensor,
     operands: Sequence[Tensor | None],
     flags: Mapping[str, Any],
@@ -136,27 +135,28 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of y and z, or of one tensor that holds both, as far as they are needed.
 
-    ``interleaved``: they take turns in one tensor, which the backend takes, if there is one. Else the formula does.
+    ``interleaved``: they take turns in one tensor, which a backend takes that knows it. Else the formula does.
     """
     found = new_gradients(operands, needs)
     if are_of_no_rows(d):
         return found
-    if backend is None or len(operands) == 1:  # torch would refuse the halves in words of its own
+    if len(operands) == 1:  # torch would refuse the halves in words of its own
         check_kept((d,), operands)
     y, z = rows_and_gate(operands, interleaved)
     dy, dz = rows_and_gate(found, interleaved)  # their rows lie in one level
+    if not interleaved and fast_path.gate_backward(
+        d, y, z, dy, dz, flags["activation"], KINDS[flags["between"]], *steps_in_c(gate_steps(flags))
+    ):
+        return found
+    check_kept((d,), operands)
     of_call = {name: flags[name] for name in _OF_CALLS}
+    backend = backend_for(z if y is None else y, "gate_backward", flags, interleaved)
     if backend is None:
         by_formula = activations.gate_gradients(d, y, z, **of_call, needs=(dy is not None, dz is not None))
         for output, gradient in zip((dy, dz), by_formula, strict=True):
             if output is not None and gradient is not None:
                 output.copy_(gradient)
         return found
-    if not interleaved and fast_path.gate_backward(
-        backend, d, y, z, dy, dz, flags["activation"], KINDS[flags["between"]], *steps_in_c(gate_steps(flags))
-    ):
-        return found
-    check_kept((d,), operands)
     read: dict[str, Any] = {"d": d, "y": y, "z": z, "dy": dy, "dz": dz}
     if interleaved:
         read = {"d": d, "both": operands[0], "dboth": found[0]}

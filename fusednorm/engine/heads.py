@@ -20,11 +20,11 @@ from fusednorm.engine.choose import Chosen
 from fusednorm.engine.run import as_new, backend_of, launch
 
 _on_fast_path = path.Entry("rotation", "q k cos sin positions interleaved round_products").open()
-_with_rstd = path.Entry(
-    "rotation",
-    "q k q_weight k_weight cos sin positions eps norm interleaved round_products between weight_offset round_norm "
-    "q_rstd k_rstd",
-).open()
+_READ_BY_C = (
+    "q k q_weight k_weight cos sin positions eps norm interleaved round_products between weight_offset round_norm"
+)
+_with_rstd = path.Entry("rotation", f"{_READ_BY_C} q_rstd k_rstd").open()
+_READ = _READ_BY_C.split()
 
 _TABLES = ("cos", "sin", "positions")
 #: The tensors of calls.
@@ -94,8 +94,10 @@ def forward(
     names = [name for name in ("x", "q", "k") if name in operands]
     heads = [cast(Tensor, operands[name]) for name in names]
     kept = [new(x.shape[:-1], accumulator(x.dtype), x.device) for x in heads] if keep and plan.declaration.kept else []
-    if kept and (taken := _with_rstd(*operands.values(), *flags.values(), *kept)) is not None:
-        return (*taken, *kept)
+    if kept and len(operands) + len(flags) == len(_READ):  # C knows no other flags
+        given = {**operands, **flags}
+        if (taken := _with_rstd(*[given[name] for name in _READ], *kept)) is not None:
+            return (*taken, *kept)
     of_call, dtype = flags_of_calls(heads[0], operands, flags), flags.get("dtype")
     sets = [
         Set(x, operands.get(f"{name}_weight"), outputs.get(result.name), rstd)

@@ -9,10 +9,8 @@ from torch import Tensor
 
 from fusednorm.calls import must_be_seen
 from fusednorm.calls.fast_path import ENTRIES, Entry
-from fusednorm.calls.must_be_seen import Listener
 from fusednorm.declare.declaration import Declaration
-from fusednorm.engine.choose import with_request
-from fusednorm.operations.front_door import Operation
+from fusednorm.operations.front_door import Asked, Operation
 from fusednorm.operations.inference import add_operator
 from fusednorm.torch_ops import dtensor_bridge
 from fusednorm.torch_ops.gradients import composed_again
@@ -32,6 +30,7 @@ class Composition(Operation):
         has_gradients: (operands, flags) -> whether the backend in force has the results in one call, and gradients.
         backward: (incoming gradients, as ``d_out`` of ``out``, or None, operands, what is kept, and flags, by name, and
             whether each operand that may have a gradient needs it) -> a gradient or None for each of these.
+        fast: see :class:`fusednorm.torch_ops.operator.Operator`; recorded calls alone ask it.
     """
 
     def __init__(
@@ -40,10 +39,14 @@ class Composition(Operation):
         steps: str,
         has_gradients: Callable[..., bool] = lambda operands, flags: False,
         backward: Callable[..., tuple[Tensor | None, ...]] | None = None,
+        fast: Callable[..., Any] | None = None,
     ) -> None:
-        super().__init__(declaration, run_gradient=backward)
+        super().__init__(declaration, run_gradient=backward, fast=fast)
         self.steps, self.has_gradients = steps, has_gradients
-        self._incoming = [f"d_{result.name}" for result in declaration.returned]
+        self._results = len(declaration.returned)
+        #: The names of incoming gradients, and of all that is kept.
+        self._of_backward = [f"d_{result.name}" for result in declaration.returned]
+        self._of_backward += [*self.plan.operands, *[result.name for result in declaration.kept]]
 
     @property
     def differentiable(self) -> bool:
@@ -64,11 +67,12 @@ class Composition(Operation):
     def register(self) -> None:
         """Torch knows its operations; its own operator has the arguments of its function."""
 
-    def checked(
-        self, operands: Mapping[str, Any], flags: Mapping[str, Any], listener: Listener | None
-    ) -> Mapping[str, Any]:
+    def checked(self, asked: Asked) -> Mapping[str, Any]:
         """The flags, numbers rounded; all is checked here, because its operations have other names for it."""
-        return self.plan.check(operands, flags, in_memory=listener is None)
+        flags = self.plan.check(asked.operands, asked.flags, asked.in_memory)
+        if asked.outputs:
+            self._check_outputs(asked, flags)
+        return flags
 
     def composed(self, operands: Mapping[str, Any], flags: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """The results of its operations, one after the other."""
@@ -95,26 +99,21 @@ class Composition(Operation):
 
     def gradients(self, ctx: Any, incoming: Sequence[Tensor], through_dispatcher: bool) -> tuple[Tensor | None, ...]:
         """A gradient or None for each operand."""
-        saved, plan, flags = ctx.saved_tensors, self.plan, ctx.flags
-        operands = dict(zip(plan.operands, saved, strict=False))
-        needs = [ctx.needs_input_grad[place] for place in plan.places]
-        given = [d for d in incoming if d is not None]
-        gradients: list[Tensor | None] = [None] * self.count
-        if not given:
-            return tuple(gradients)
-        if must_be_seen.differentiated_again() or must_be_seen.below(*given, *operands.values()):
-            dtensor_bridge.check_kept(given, [*operands.values()])
+        plan, saved = self.plan, ctx.saved_tensors
+        incoming, operands, needs = incoming[: self._results], saved[: self.count], ctx.needs_input_grad
+        if not [d for d in incoming if d is not None]:
+            return (None,) * self.count
+        if must_be_seen.differentiated_again() or must_be_seen.below(*incoming, *operands):
+            dtensor_bridge.check_kept(incoming, operands)
 
             def again(*tensors: Tensor | None) -> tuple[Tensor, ...]:
-                return self.composed({**operands, **dict(zip(plan.with_gradient, tensors, strict=True))}, flags)
+                return self.composed(dict(zip(plan.operands, tensors, strict=True)), ctx.flags)
 
-            wanted = incoming[: len(self._incoming)]
-            found: Any = composed_again(again, [operands[name] for name in plan.with_gradient], wanted, needs)
-        else:
-            kept = dict(zip([one.name for one in self.declaration.kept], saved[self.count :], strict=True))
-            by_name = dict(zip(self._incoming, incoming, strict=False))
-            with with_request(ctx.request):
-                found = self.run_gradient({**by_name, **operands, **kept, **flags}, needs)
-        for place, need, gradient in zip(plan.places, needs, found, strict=True):
-            gradients[place] = gradient if need else None
-        return tuple(gradients)
+            return tuple(composed_again(again, operands, incoming, needs[: self.count]))
+        wanted = [needs[place] for place in plan.places]
+        named = ctx.flags | dict(zip(self._of_backward, (*incoming, *saved), strict=True))
+        found = self.as_requested(ctx, named, wanted)
+        if len(found) == self.count:
+            return found
+        of_operands = dict(zip(plan.places, found, strict=True))
+        return tuple([of_operands.get(place) for place in range(self.count)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
-from fusednorm.calls import must_be_seen
+from fusednorm.calls import fast_path, must_be_seen
 from fusednorm.calls.arithmetic import exact
 from fusednorm.calls.call import NARROW_FLOATS, Flags
 from fusednorm.calls.checks import (
@@ -34,6 +35,24 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 Results = TypeVar("Results")
 
 
+@dataclass(slots=True)
+class Asked:
+    """A call of a public function."""
+
+    operands: dict[str, Any]
+    flags: Mapping[str, Any]
+    #: The memory that the caller gave for results, by their names.
+    outputs: dict[str, Any]
+    listener: Listener | None
+    #: Whether that is memory of operands.
+    in_place: bool
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether nobody listens, so that addresses and contents can be checked."""
+        return self.listener is None
+
+
 class Operation(Operator):
     """A declared operation that public functions call; see :class:`fusednorm.torch_ops.operator.Operator`."""
 
@@ -44,7 +63,7 @@ class Operation(Operator):
         super().__init__(*arguments, **named)
         #: Its public functions, by name. The name of one that works in place ends in an underscore.
         self.functions: dict[str, Callable[..., Any]] = {}
-        self._defaults = tuple(self.declaration.defaults.items())
+        self._defaults = self.declaration.defaults
         self._returned = tuple((result.name, result.overwrites or "") for result in self.declaration.returned)
         self._of_dtypes = [
             (result.name, result.dtype, result.role is Role.ROWS)
@@ -70,13 +89,18 @@ class Operation(Operator):
         PUBLIC[function] = self
         return function
 
+    @property
+    def fits(self) -> bool:
+        """Whether public functions take operands in other shapes, too."""
+        return type(self).fitted is not Operation.fitted
+
     def fitted(self, operands: Sequence[Any]) -> Sequence[Any]:
         """The operands in the declared shapes, where public functions take others as well."""
         return operands
 
     def open(self, entry: Entry, names: str = "") -> Callable[..., Any]:
         """The fast path of a public function, which has these arguments; None: those that the entry has names for."""
-        taken, operands_of, defaults = (names or entry.names).split(), self.plan.operands, dict(self._defaults)
+        taken, operands_of, defaults = (names or entry.names).split(), self.plan.operands, self._defaults
         outputs, dtypes = [result for result, _ in self._returned], [flag for _, flag, _ in self._of_dtypes]
         count, alone = len(operands_of), len(outputs) == 1
         # The usual arguments after the operands, if they are all in the usual places; and usual flags.
@@ -84,7 +108,7 @@ class Operation(Operator):
         usual, numbers = MappingProxyType(defaults), self.plan.has_numbers
 
         def flags_of(given: Mapping[str, Any], operands: Sequence[Any]) -> MappingProxyType[str, Any]:
-            flags: Mapping[str, Any] = {flag: given.get(flag, default) for flag, default in self._defaults}
+            flags: Mapping[str, Any] = {flag: given.get(flag, default) for flag, default in self._defaults.items()}
             asked = [flag for flag in dtypes if flags[flag] is not None]  # C has not looked at them yet
             named = dict(zip(operands_of, operands, strict=True))
             return MappingProxyType({**(self.plan.check_flags if asked else self.plan.rounded)(named, flags)})
@@ -113,80 +137,88 @@ class Operation(Operator):
 
         ``arguments``: all operands, the flags that the function has, and the outputs that it takes.
         """
-        given_operands = self.fitted([arguments[operand] for operand in self.plan.operands])
-        operands = dict(zip(self.plan.operands, given_operands, strict=True))
-        for result, flag, like_rows in self._of_dtypes:
-            if (out := arguments.get(result)) is None:
-                continue
-            if self.declaration.checks is not None:
-                if arguments.get(flag) is None and getattr(out, "dtype", None) in NARROW_FLOATS:  # no other one fits
-                    arguments[flag] = out.dtype
-            else:
-                rows = arguments[self.plan.rows]
-                arguments[flag] = dtype_of(out, arguments.get(flag), rows, self.plan.rows, like_rows)
-        given = {result: arguments.get(result) for result, _ in self._returned}
-        tensors = (*operands.values(), *given.values())
-        listener = must_be_seen.listener(*tensors)
-        if listener is Listener.OVERRIDE:
-            return cast(Results, must_be_seen.handed_over(self.functions[name], tensors, arguments))
-        in_place = name.endswith("_")
-        if in_place:
-            given = {result: operands[overwrites] for result, overwrites in self._returned}
-        outputs = {result: t for result, t in given.items() if t is not None}
-        seen = listener is Listener.DISPATCHER
-        flags: Mapping[str, Any] = {flag: arguments.get(flag, default) for flag, default in self._defaults}
-        flags = self.checked(operands, flags, listener)
-        records = is_grad_enabled() and requires_grad(*operands.values())
-        if outputs:
-            self._check_outputs(given, operands, flags, in_place, apart=listener is None)
-            if records or (is_grad_enabled() and requires_grad(*outputs.values())):
-                refuse_grad(name)
-        if seen:
-            found = None if is_dynamo_compiling() else self.of_parts(operands, flags)
-            found = self.dispatched(operands, flags) if found is None else found
-        elif records or listener is Listener.TRANSFORM:
-            found = self.record(operands, flags)
-            found = found if isinstance(found, tuple) else (found,)
+        in_place, outputs = name.endswith("_"), dict[str, Any]()
+        operands = {operand: arguments.pop(operand) for operand in self.plan.operands}
+        for result, overwrites in self._returned:
+            output = operands[overwrites] if in_place else arguments.pop(result, None)
+            if output is not None:
+                outputs[result] = output
+        if self.fits:
+            operands = dict(zip(operands, self.fitted([*operands.values()]), strict=True))
+        tensors = (*operands.values(), *outputs.values())
+        listener, records = None, False
+        if is_dynamo_compiling() or not fast_path.is_direct(*tensors):  # C tells it sooner
+            listener = must_be_seen.listener(*tensors)
+            if listener is Listener.OVERRIDE:
+                given = {**operands, **arguments, **dict.fromkeys([one for one, _ in self._returned]), **outputs}
+                return cast(Results, must_be_seen.handed_over(self.functions[name], tensors, given))
+        asked = Asked(operands, {**self._defaults, **arguments}, outputs, listener, in_place)  # in the declared order
+        asked.flags = self.checked(asked)
+        records = self.differentiable and is_grad_enabled() and requires_grad(*operands.values())
+        if outputs and (records or (is_grad_enabled() and requires_grad(*outputs.values()))):
+            refuse_grad(name)
+        if listener is None and not records:
+            found = self.compute(asked)
+        elif listener is Listener.DISPATCHER or not self.differentiable:  # then no transform has anything to do
+            of_parts = None if is_dynamo_compiling() else self.of_parts(operands, asked.flags)
+            found = self.into(asked) if of_parts is None else of_parts
         else:
-            found = self.compute(operands, flags, outputs)
-        if outputs:
-            found = tuple([dtensor_bridge.written(t, new) for t, new in zip(given.values(), found, strict=False)])
-        count = len(self._returned)
-        return found[0] if count == 1 else found[:count]  # type: ignore[return-value]
+            found = self.record(operands, asked.flags)
+            found = found if isinstance(found, tuple) else (found,)
+        return self.results(found, outputs)  # type: ignore[no-any-return]
 
-    def checked(
-        self, operands: Mapping[str, Any], flags: Mapping[str, Any], listener: Listener | None
-    ) -> Mapping[str, Any]:
-        """The flags, numbers rounded, beside operands, all of which are checked unless the operator does that."""
-        if listener is Listener.TRANSFORM:
-            return self.plan.rounded(operands, flags)
-        return flags if is_dynamo_compiling() else self.plan.check(operands, flags, in_memory=listener is None)
+    def checked(self, asked: Asked) -> Mapping[str, Any]:
+        """The flags, numbers rounded, after all checks, but those of operands that the operator makes."""
+        flags = {**asked.flags, **self._dtypes_of_outputs(asked)} if asked.outputs else asked.flags
+        if asked.listener is Listener.TRANSFORM:
+            flags = self.plan.rounded(asked.operands, flags)
+        elif not is_dynamo_compiling():
+            flags = self.plan.check(asked.operands, flags, asked.in_memory)
+        if asked.outputs:
+            self._check_outputs(asked, flags)
+        return flags
 
-    def compute(
-        self, operands: Mapping[str, Any], flags: Mapping[str, Any], outputs: Mapping[str, Tensor]
-    ) -> tuple[Tensor, ...]:
+    def compute(self, asked: Asked) -> tuple[Tensor, ...]:
         """The results that are returned, for checked operands in memory: in outputs, if kernels can write there."""
+        outputs = asked.outputs
         if outputs:
             outputs = {name: outputs[name] for name in self._of_rows if name in outputs}
-        return engine.forward(self.plan, operands, flags, outputs, keep=False)
+        return engine.forward(self.plan, asked.operands, asked.flags, outputs, keep=False)
 
-    def _check_outputs(
-        self,
-        given: Mapping[str, Tensor | None],
-        operands: Mapping[str, Tensor | None],
-        flags: Mapping[str, Any],
-        in_place: bool,
-        apart: bool,
-    ) -> None:
+    def into(self, asked: Asked) -> tuple[Tensor, ...]:
+        """The results through torch's dispatcher; new ones, where it has no way to write in the memory given."""
+        return self.dispatched(asked.operands, asked.flags)
+
+    def results(self, found: Sequence[Tensor], outputs: Mapping[str, Tensor]) -> Any:
+        """Results as the public function returns them, in the memory that the caller gave."""
+        if outputs:
+            of_names = zip(self._returned, found, strict=False)
+            found = tuple([dtensor_bridge.written(outputs.get(result), new) for (result, _), new in of_names])
+        count = len(self._returned)
+        return found[0] if count == 1 else found[:count]
+
+    def _dtypes_of_outputs(self, asked: Asked) -> dict[str, Any]:
+        """The flags that say the dtypes of the memory that the caller gave for results."""
+        found: dict[str, Any] = {}
+        for result, flag, like_rows in self._of_dtypes if not asked.in_place else ():
+            out, dtype = asked.outputs.get(result), asked.flags[flag]
+            if self.declaration.checks is None:
+                rows = asked.operands[self.plan.rows]
+                found[flag] = dtype_of(out, dtype, rows, self.plan.rows, like_rows)
+            elif dtype is None and getattr(out, "dtype", None) in NARROW_FLOATS:  # no other one fits
+                found[flag] = cast(Tensor, out).dtype
+        return found
+
+    def _check_outputs(self, asked: Asked, flags: Mapping[str, Any]) -> None:
         """That outputs have the shapes and dtypes of results, and, in memory, share none with others."""
-        called, results = {}, self.plan.results(operands, flags)
+        called, results = {}, self.plan.results(asked.operands, flags)
         returned = zip(self.declaration.returned, self._returned, results, strict=False)
         for result, (name, overwrites), (_, shape, dtype) in returned:
-            called_name, like = overwrites if in_place else name, result.like or self.plan.rows
-            check_output(called_name, given[name], list(shape), dtype, cast(Tensor, operands[like]), like)
-            called[called_name] = given[name]
-        if apart:
-            check_apart(called, operands, None if in_place else self._own)
+            called_name, like = overwrites if asked.in_place else name, result.like or self.plan.rows
+            check_output(called_name, asked.outputs.get(name), list(shape), dtype, asked.operands[like], like)
+            called[called_name] = asked.outputs.get(name)
+        if asked.in_memory:
+            check_apart(called, asked.operands, None if asked.in_place else self._own)
 
 
 def _are(arguments: Sequence[Any], usual: Sequence[Any]) -> bool:

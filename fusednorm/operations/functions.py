@@ -14,7 +14,7 @@ from fusednorm.calls.checks import check_cap
 from fusednorm.calls.fast_path import FUNCTION, Entry
 from fusednorm.declare.declaration import Declaration, Operand, Result
 from fusednorm.engine import gates
-from fusednorm.operations.front_door import Operation
+from fusednorm.operations.front_door import Asked, Operation
 from fusednorm.reference import activations
 from fusednorm.torch_ops.steps import GATE_FLAGS
 
@@ -53,21 +53,18 @@ class _Function(Operation):
         z = arguments.pop(self.plan.rows)
         return (activations.gated(None, z, **self.gating(z, arguments)),)
 
-    def compute(
-        self, operands: Mapping[str, Any], flags: Mapping[str, Any], outputs: Mapping[str, Tensor]
-    ) -> tuple[Tensor]:
+    def compute(self, asked: Asked) -> tuple[Tensor]:
         """See :class:`Operation`."""
-        (z,) = operands.values()
-        return (gates.forward(None, z, self.gating(z, flags), outputs.get("out")),)
+        (z,) = asked.operands.values()
+        return (gates.forward(None, z, self.gating(z, asked.flags), asked.outputs.get("out")),)
 
     def _by_backend(self, operands: Mapping[str, Any], flags: Mapping[str, Any]) -> tuple[Tensor]:
-        return self.compute(operands, flags, {})
+        (z,) = operands.values()
+        return (gates.forward(None, z, self.gating(z, flags)),)
 
     def _gradient_by_backend(self, given: Mapping[str, Any], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
         z = given[self.plan.rows]
-        flags = self.gating(z, given)
-        backend = gates.backend_for(z, "gate_backward", flags)
-        return gates.backward(backend, given["d"], (None, z), flags, (False, needs[0]))[1:]
+        return gates.backward(given["d"], (None, z), self.gating(z, given), (False, needs[0]))[1:]
 
     def of(self, z: Tensor, out: Tensor | None, out_dtype: torch.dtype | None, **flags: Any) -> Tensor:
         """The results of the public function."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, is_grad_enabled
+from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from fusednorm.calls import must_be_seen
-from fusednorm.calls.arithmetic import exact
 from fusednorm.calls.call import Flags, accumulator
 from fusednorm.calls.checks import (
     check_activation,
@@ -23,24 +22,231 @@ from fusednorm.calls.checks import (
     check_gate_numbers,
     check_memory,
     check_operands,
-    refuse_grad,
     refuse_type,
-    requires_grad,
 )
 from fusednorm.calls.fast_path import ALONE, AND_MUL, Entry
 from fusednorm.calls.must_be_seen import Listener
+from fusednorm.declare.declaration import Declaration, Kernel, Operand, Result
+from fusednorm.declare.plan import Plan
 from fusednorm.engine import gates
-from fusednorm.torch_ops import dtensor_bridge
-from fusednorm.torch_ops.gradients import composed_again
+from fusednorm.operations.composition import Composition
+from fusednorm.operations.front_door import Asked, Operation
 from fusednorm.torch_ops.steps import GATE, GATE_FLAGS
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class _Rows(NamedTuple):
+    """The operands of a gate: y and z, by the names of the function's operands, or one tensor that holds both."""
+
+    operands: dict[str, Any]
+    #: Whether they take turns there.
+    interleaved: bool = False
+
+    def apart(self) -> Any:
+        """y and z."""
+        return gates.rows_and_gate([*self.operands.values()], self.interleaved)
+
+
+class Gate(Composition):
+    """``torch.ops.fusednorm.gate``, by the names of a public function. Here it is of y and z."""
+
+    def __init__(self, name: str, operands: Sequence[str], flags: Mapping[str, Any], **declared: Any) -> None:
+        declaration = Declaration(
+            name,
+            operands=tuple([Operand(one, optional=one == "up") for one in operands]),
+            flags={**flags, "out_dtype": None},
+            formula=self._by_operator,
+            kernel=Kernel("gate", "gate", run=self._run_in_memory),
+            **declared,
+        )
+        super().__init__(declaration, "gate", lambda operands, flags: True, self._gradients, self.read_by_c)
+
+    def public(self, function: _Function) -> _Function:
+        """Adds a function that users call. A gate is one operator in each graph, and needs no other one."""
+        return Operation.public(self, function)
+
+    def read_by_c(self, y: Tensor, z: Any, activation: Any, out_dtype: Any, *others: Any) -> Tensor | None:
+        """The products of a recorded call, if the fast path takes it, which knows no other flags."""
+        return None if any(others) else gates.on_fast_path(y, z, activation, None, out_dtype)
+
+    def dispatched(self, operands: Mapping[str, Any], flags: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """The operator of gates."""
+        return self.composed(operands, flags)
+
+    def rows(self, given: Mapping[str, Any]) -> _Rows:
+        """The operands, among all that is given."""
+        return _Rows({"y": given["y"], "z": given["z"]})
+
+    def named(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """y and z as the caller calls them; the first one decides dtypes."""
+        return {"y": given["y"], "z": given["z"]}
+
+    def gating(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The flags of the operator."""
+        return {**GATE_FLAGS, "activation": given["activation"], "out_dtype": given.get("out_dtype")}
+
+    def check_flags(self, operands: Mapping[str, Any], flags: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The flags, all but dtypes of results checked, and numbers rounded."""
+        check_activation(flags["activation"])
+        return flags
+
+    def _by_operator(self, **given: Any) -> tuple[Tensor, ...]:
+        y, z = self.rows(given).apart()
+        return (GATE.with_gradients(y=y, z=z, **self.gating(given)),)
+
+    def _run_in_memory(
+        self,
+        plan: Plan,
+        operands: Mapping[str, Any],
+        flags: Mapping[str, Any],
+        outputs: Mapping[str, Tensor],
+        keep: bool,
+    ) -> tuple[Tensor, ...]:
+        given = {**operands, **flags}
+        y, z = self.rows(given).apart()
+        return (gates.forward(y, z, self.gating(given), outputs.get("out")),)
+
+    def _gradients(self, given: Mapping[str, Any], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+        """Of one tensor that holds both, the gradient is written where it belongs."""
+        of, flags, names = self.rows(given), self.gating(given), self.plan.operands
+        needed = [needs[names.index(name)] for name in of.operands]
+        found = gates.backward(given["d_out"], [*of.operands.values()], flags, needed, of.interleaved)
+        by_name = dict(zip(of.operands, found, strict=True))
+        return tuple([by_name.get(name) for name in names])
+
+    def checked(self, asked: Asked) -> Mapping[str, Any]:
+        """The flags, numbers rounded, with the dtype of the result.
+
+        A transform shows operands without a dimension, and a compiler's graph has the operator's checks.
+        """
+        flags, out = self.check_flags(asked.operands, asked.flags), asked.outputs.get("out")
+        named = self.named({**asked.operands, **flags})
+        (first_name, first), (second_name, second) = named.items()
+        if second is None:
+            refuse_type(second_name, second)
+        if not (is_dynamo_compiling() or asked.listener is Listener.TRANSFORM):
+            names = {"x_name": first_name, "residual_name": second_name}
+            check_operands(first, second, None, out, None, in_memory=asked.in_memory, **names)
+        check_flags(Flags(out_dtype=flags["out_dtype"]), first, None, out, None, x_name=first_name)
+        if out is not None and asked.in_memory:
+            check_apart({first_name if asked.in_place else "out": out}, named)
+        return {**flags, "out_dtype": (flags["out_dtype"] if out is None else out.dtype) or first.dtype}
+
+
+class AndMul(Gate):
+    """Of a gate and up, or of one tensor that holds both."""
+
+    def __init__(self, name: str, activation: str, **flags: Any) -> None:
+        self._activation = activation
+        super().__init__(name, ("gate", "up"), {"between": None, **flags}, results=(Result(dtype="out_dtype"),))
+        #: The flags of usual calls that are recorded.
+        self.usual = MappingProxyType(self.declaration.defaults)
+        self._usual_steps = (*self.usual.values(),)[1:]
+
+    def read_by_c(self, gate: Tensor, up: Any, between: Any, *steps: Any) -> Tensor | None:
+        """The products of a recorded call, if the fast path takes it."""
+        if steps != self._usual_steps:
+            return None
+        found: Tensor | None = gates.and_mul(gate, up, self._activation, between)
+        return found
+
+    def rows(self, given: Mapping[str, Any]) -> _Rows:
+        """The operands, among all that is given."""
+        if given["up"] is None:
+            return _Rows({"gate": given["gate"]}, given.get("interleaved", False))
+        return _Rows({"up": given["up"], "gate": given["gate"]})
+
+    def named(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The gate and up as the caller calls them."""
+        if given["up"] is not None:
+            return {"gate": given["gate"], "up": given["up"]}
+        interleaved = given.get("interleaved", False)
+        z, y = halves(given["gate"], interleaved)
+        half = "N" if is_dynamo_compiling() else y.shape[-1]  # a compiler would take the number for a constant
+        names = ("gate[..., ::2]", "gate[..., 1::2]") if interleaved else (f"gate[..., :{half}]", f"gate[..., {half}:]")
+        return dict(zip(names, (z, y), strict=True))
+
+    def gating(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The flags of the operator; by default what passes between has the gate's dtype."""
+        dtype = given["gate"].dtype
+        passed = given["between"] or dtype
+        asked = {
+            **GATE_FLAGS,
+            "activation": self._activation,
+            "between": None if passed == accumulator(dtype) else passed,
+            "out_dtype": given.get("out_dtype") or dtype,
+        }
+        if "limit" in given:
+            asked |= {name: given[name] for name in ("alpha", "up_offset", "clamp", "round_steps")}
+            asked["limit"] = given["limit"] or 0.0
+        return asked
+
+    def check_flags(self, operands: Mapping[str, Any], flags: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The flags, all but dtypes of results checked, and numbers rounded."""
+        gate, between = operands["gate"], flags["between"]
+        if not isinstance(gate, Tensor):
+            refuse_type("gate", gate)
+        check_between(between, gate, "gate")
+        if "limit" not in flags:
+            return flags
+        numbers = check_gate_numbers(
+            flags["limit"], flags["alpha"], flags["up_offset"], flags["clamp"], accumulator(gate.dtype)
+        )
+        flags = {**flags, **numbers, "limit": numbers["limit"] or None}
+        check_flag("interleaved", flags["interleaved"])
+        check_flag("round_steps", flags["round_steps"])
+        if flags["round_steps"] and between is not None:
+            raise ValueError("round_steps=True rounds to gate's dtype, and between is given; leave out one of them")
+        if operands["up"] is not None and flags["interleaved"]:
+            raise ValueError("interleaved=True goes with one tensor that has gate and up; leave it out, or up")
+        return flags
+
+
+def halves(gate: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
+    """The gate, and the rows that it multiplies, in one tensor of [..., 2 * N].
+
+    Raises:
+        TypeError, ValueError: it is no such tensor.
+    """
+    if not isinstance(gate, Tensor):
+        refuse_type("gate", gate)
+    check_dense("gate", gate)
+    if must_be_seen.in_memory(gate):
+        check_memory("gate", gate)  # torch would refuse the halves in words of its own
+    if gate.dim() == 0 or gate.shape[-1] == 0 or gate.shape[-1] % 2:
+        raise ValueError(
+            f"gate must be [..., 2 * N] where up is not given, got shape {list(gate.shape)}; pass gate and up, both of "
+            "[..., N]"
+        )
+    if interleaved:
+        return gate[..., ::2], gate[..., 1::2]
+    half = gate.shape[-1] // 2
+    return gate[..., :half], gate[..., half:]
+
+
+#: The flags of optional steps.
+SILU_STEPS: dict[str, Any] = {"limit": float, "alpha": 1.0, "up_offset": 0.0, "clamp": "before"}
+SILU_STEPS |= {"interleaved": False, "round_steps": False}
+
+_GATE = Gate(
+    "gate",
+    ("y", "z"),
+    {"activation": "silu"},
+    results=(Result(dtype="out_dtype", overwrites="y"),),
+    samples=({"activation": "sigmoid"},),
+)
+_SILU, _GELU = AndMul("silu_and_mul", "silu", **SILU_STEPS), AndMul("gelu_and_mul", "gelu")
+_GELU_TANH, _SIGMOID = AndMul("gelu_tanh_and_mul", "gelu_tanh"), AndMul("sigmoid_and_mul", "sigmoid")
+_AND_MUL = {"silu": _SILU, "gelu": _GELU, "gelu_tanh": _GELU_TANH, "sigmoid": _SIGMOID}
 
 
 def _record(y: Tensor, z: Tensor, activation: str, out: Tensor | None = None, _: None = None) -> Any:
     """The result of :func:`gate` for plain operands that C has read, where gradients are recorded; or None."""
     if out is not None or must_be_seen.transforms_active():
         return None
-    flags = {**GATE_FLAGS, "activation": activation, "out_dtype": y.dtype}
-    return Gated.apply(flags, False, y, z)  # type: ignore[no-untyped-call]
+    flags = MappingProxyType({"activation": activation, "out_dtype": y.dtype})
+    return _GATE.recorded.record(y, z, flags)  # type: ignore[attr-defined]
 
 
 def _record_and_mul(
@@ -49,47 +255,33 @@ def _record_and_mul(
     activation: str,
     between: torch.dtype | None = None,
     out: Tensor | None = None,
-    limit: float | None = None,
-    alpha: float = 1.0,
-    up_offset: float = 0.0,
-    clamp: str = "before",
-    interleaved: bool = False,
-    round_steps: bool = False,
+    *steps: Any,
 ) -> Any:
     """The same of :func:`silu_and_mul`."""
-    if out is not None or must_be_seen.transforms_active():
+    operation = _AND_MUL.get(activation)
+    if operation is None or out is not None or must_be_seen.transforms_active():
         return None
-    steps: dict[str, Any] = {}
-    if limit is not None or alpha != 1.0 or up_offset != 0.0 or round_steps or clamp != "before":
-        steps = _checked_steps(gate, limit, alpha, up_offset, clamp, round_steps)
-    flags = {**_flags_of_and_mul(activation, between, gate, steps), "out_dtype": gate.dtype}
-    return Gated.apply(flags, interleaved, *((gate,) if up is None else (up, gate)))  # type: ignore[no-untyped-call]
+    operands = {"gate": gate, "up": up}
+    flags: Mapping[str, Any] = operation.usual
+    if steps and steps != _USUAL_STEPS:
+        flags = MappingProxyType(
+            {**operation.check_flags(operands, {**flags, **dict(zip(SILU_STEPS, steps, strict=True))})}
+        )
+    if between is not None:
+        flags = MappingProxyType({**flags, "between": between})
+    return operation.recorded.record(gate, up, flags)  # type: ignore[attr-defined]
 
 
-def _checked_steps(
-    gate: Tensor, limit: float | None, alpha: float, up_offset: float, clamp: str, round_steps: bool
-) -> dict[str, Any]:
-    """The optional steps by name, whose numbers are checked and rounded."""
-    numbers = check_gate_numbers(limit, alpha, up_offset, clamp, accumulator(gate.dtype))
-    return {**numbers, "clamp": clamp, "round_steps": round_steps}
-
-
-def _flags_of_and_mul(
-    activation: str, between: torch.dtype | None, gate: Tensor, steps: Mapping[str, Any]
-) -> dict[str, Any]:
-    passed = between or gate.dtype
-    rounded_to = None if passed == accumulator(gate.dtype) else passed
-    return {**GATE_FLAGS, **steps, "activation": activation, "between": rounded_to}
-
-
+_USUAL_STEPS = (None, *[*SILU_STEPS.values()][1:])
 #: As C knows the optional steps.
-STEPS = "limit alpha up_offset clamp interleaved round_steps"
+STEPS = " ".join(SILU_STEPS)
 _gate = Entry("gate", "x z activation out out_dtype", constants={"order": ALONE}).open(recorded=_record)
 gate_and_up_on_fast_path = Entry("gate", f"x z activation between out {STEPS}", constants={"order": AND_MUL}).open(
     recorded=_record_and_mul
 )
 
 
+@_GATE.public
 def gate(
     y: Tensor,
     z: Tensor,
@@ -123,10 +315,10 @@ def gate(
         result: Tensor | None = _gate(y, z, activation, out, out_dtype)
         if result is not None:
             return result
-    flags = {**GATE_FLAGS, "activation": activation, "out_dtype": out_dtype}
-    return _run(gate, {"y": y, "z": z}, y, z, flags, out)
+    return _GATE("gate", y=y, z=z, activation=activation, out=out, out_dtype=out_dtype)
 
 
+@_GATE.public
 def gate_(y: Tensor, z: Tensor, *, activation: str = "silu") -> Tensor:
     """:func:`gate` in place, with its arguments: the products land in ``y``.
 
@@ -141,9 +333,10 @@ def gate_(y: Tensor, z: Tensor, *, activation: str = "silu") -> Tensor:
         result: Tensor | None = _gate(y, z, activation, y)
         if result is not None:
             return result
-    return _run(gate_, {"y": y, "z": z}, y, z, {**GATE_FLAGS, "activation": activation}, y)
+    return _GATE("gate_", y=y, z=z, activation=activation)
 
 
+@_SILU.public
 def silu_and_mul(
     gate: Tensor,
     up: Tensor | None = None,
@@ -194,11 +387,13 @@ def silu_and_mul(
         )
         if result is not None:
             return result
-    steps = {"limit": limit, "alpha": alpha, "up_offset": up_offset, "clamp": clamp}
-    flags = {"interleaved": interleaved, "round_steps": round_steps}
-    return _and_mul(silu_and_mul, "silu", gate, up, between, out, steps | flags)
+    return _SILU(
+        "silu_and_mul", gate=gate, up=up, between=between, out=out, limit=limit, alpha=alpha, up_offset=up_offset,
+        clamp=clamp, interleaved=interleaved, round_steps=round_steps,
+    )  # fmt: skip
 
 
+@_GELU_TANH.public
 def gelu_tanh_and_mul(
     gate: Tensor, up: Tensor | None = None, *, between: torch.dtype | None = None, out: Tensor | None = None
 ) -> Tensor:
@@ -207,9 +402,10 @@ def gelu_tanh_and_mul(
         result: Tensor | None = gate_and_up_on_fast_path(gate, up, "gelu_tanh", between, out)
         if result is not None:
             return result
-    return _and_mul(gelu_tanh_and_mul, "gelu_tanh", gate, up, between, out)
+    return _GELU_TANH("gelu_tanh_and_mul", gate=gate, up=up, between=between, out=out)
 
 
+@_GELU.public
 def gelu_and_mul(
     gate: Tensor, up: Tensor | None = None, *, between: torch.dtype | None = None, out: Tensor | None = None
 ) -> Tensor:
@@ -218,7 +414,7 @@ def gelu_and_mul(
         result: Tensor | None = gate_and_up_on_fast_path(gate, up, "gelu", between, out)
         if result is not None:
             return result
-    return _and_mul(gelu_and_mul, "gelu", gate, up, between, out)
+    return _GELU("gelu_and_mul", gate=gate, up=up, between=between, out=out)
 
 
 def sigmoid_and_mul(
@@ -229,177 +425,24 @@ def sigmoid_and_mul(
         result: Tensor | None = gate_and_up_on_fast_path(gate, up, "sigmoid", between, out)
         if result is not None:
             return result
-    return _and_mul(sigmoid_and_mul, "sigmoid", gate, up, between, out)
+    return _SIGMOID("sigmoid_and_mul", gate=gate, up=up, between=between, out=out)
 
 
-def _and_mul(
-    function: Callable[..., Any],
-    activation: str,
-    gate: Tensor,
-    up: Tensor | None,
-    between: torch.dtype | None,
-    out: Tensor | None,
-    steps: Mapping[str, Any] = MappingProxyType({}),
-) -> Tensor:
-    """The public function, whose gate has this activation and these optional steps, and which the fast path refused."""
-    if not is_dynamo_compiling() and must_be_seen.override(gate, up, out):
-        values = {"gate": gate, "up": up, "between": between, "out": out, **steps}
-        return cast(Tensor, must_be_seen.handed_over(function, (gate, up, out), values))
-    operands = checked_operands(gate, up, between, **steps)
-    flags = _flags_of_and_mul(activation, between, gate, operands.steps)
-    return _run(function, operands.names, operands.y, operands.z, flags, out, operands.both, operands.interleaved)
+_SIGMOID.functions["sigmoid_and_mul"] = sigmoid_and_mul  # which is no name of the package
 
 
-def silu_and_mul_checked(operands: Operands, between: torch.dtype | None, in_memory: bool) -> Tensor:
-    """The products of :func:`silu_and_mul`, of operands that have been checked; in float32 if ``between`` is that."""
-    y, z = operands.y, operands.z
-    flags = {**_flags_of_and_mul("silu", between, z, operands.steps), "out_dtype": between or z.dtype}
+def products_of(operands: Mapping[str, Any], flags: Mapping[str, Any], in_memory: bool) -> Tensor:
+    """The products of :func:`silu_and_mul`, of all that has been checked; in float32 if ``between`` is that."""
+    given = {**operands, **flags}
+    (y, z), asked = _SILU.rows(given).apart(), _SILU.gating({**given, "out_dtype": given["between"]})
     if not in_memory:
-        return _run(gate, {"y": y, "z": z}, y, z, flags, None)
-    found = gates.on_fast_path(y, z, **flags)
-    return gates.forward(y, z, flags) if found is None else found
+        found: Tensor = GATE.with_gradients(y=y, z=z, **asked)
+        return found
+    taken = gates.on_fast_path(y, z, **asked)
+    return gates.forward(y, z, asked) if taken is None else taken
 
 
-class Operands(NamedTuple):
-    """The operands and the optional steps of :func:`silu_and_mul`."""
-
-    y: Tensor
-    z: Tensor
-    #: As the caller calls them; the first one decides dtypes.
-    names: dict[str, Tensor]
-    #: The tensor that has both; or None.
-    both: Tensor | None
-    interleaved: bool
-    #: By the names of :class:`fusednorm.calls.call.GateSteps`.
-    steps: dict[str, Any]
-
-
-def checked_operands(
-    gate: Tensor,
-    up: Tensor | None,
-    between: torch.dtype | None,
-    *,
-    limit: float | None = None,
-    alpha: float = 1.0,
-    up_offset: float = 0.0,
-    clamp: str = "before",
-    interleaved: bool = False,
-    round_steps: bool = False,
-) -> Operands:
-    """The operands of :func:`silu_and_mul`, and its flags, which are checked."""
-    if not isinstance(gate, Tensor):
-        refuse_type("gate", gate)
-    check_between(between, gate, "gate")
-    steps = _checked_steps(gate, limit, alpha, up_offset, clamp, round_steps)
-    check_flag("interleaved", interleaved)
-    check_flag("round_steps", round_steps)
-    if round_steps and between is not None:
-        raise ValueError("round_steps=True rounds to gate's dtype, and between is given; leave out one of them")
-    if up is not None:
-        if interleaved:
-            raise ValueError("interleaved=True goes with one tensor that has gate and up; leave it out, or up")
-        return Operands(up, gate, {"gate": gate, "up": up}, None, False, steps)
-    z, y = halves(gate, interleaved)
-    half = "N" if is_dynamo_compiling() else y.shape[-1]  # a compiler would take the number in a name for a constant
-    names = ("gate[..., ::2]", "gate[..., 1::2]") if interleaved else (f"gate[..., :{half}]", f"gate[..., {half}:]")
-    return Operands(y, z, dict(zip(names, (z, y), strict=True)), gate, interleaved, steps)
-
-
-def halves(gate: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
-    """The gate, and the rows that it multiplies, in one tensor of [..., 2 * N].
-
-    Raises:
-        TypeError, ValueError: it is no such tensor.
-    """
-    if not isinstance(gate, Tensor):
-        refuse_type("gate", gate)
-    check_dense("gate", gate)
-    if must_be_seen.in_memory(gate):
-        check_memory("gate", gate)  # torch would refuse the halves in words of its own
-    if gate.dim() == 0 or gate.shape[-1] == 0 or gate.shape[-1] % 2:
-        raise ValueError(
-            f"gate must be [..., 2 * N] where up is not given, got shape {list(gate.shape)}; pass gate and up, both of "
-            "[..., N]"
-        )
-    if interleaved:
-        return gate[..., ::2], gate[..., 1::2]
-    half = gate.shape[-1] // 2
-    return gate[..., :half], gate[..., half:]
-
-
-@exact
-def _run(
-    function: Callable[..., Tensor],
-    operands: dict[str, Tensor],
-    y: Tensor,
-    z: Tensor,
-    flags: Mapping[str, Any],
-    out: Tensor | None,
-    both: Tensor | None = None,
-    interleaved: bool = False,
-) -> Tensor:
-    """The results of the public function.
-
-    ``operands``: y and z as the caller calls them; the first one decides dtypes. ``both``: the tensor whose halves, or
-    even and odd elements, are z and y.
-    """
-    listener = must_be_seen.listener(y, z, out)
-    if listener is Listener.OVERRIDE:
-        return must_be_seen.handed_over(function, (y, z, out), {**operands, **flags, "out": out})
-    (first_name, first), (second_name, second) = operands.items()
-    if second is None:
-        refuse_type(second_name, second)
-    if not (
-        is_dynamo_compiling() or listener is Listener.TRANSFORM
-    ):  # the batches of a transform have no memory, and lack a dimension
-        names = {"x_name": first_name, "residual_name": second_name}
-        check_operands(first, second, None, out, None, in_memory=listener is None, **names)
-    check_activation(flags["activation"])
-    check_flags(Flags(out_dtype=flags["out_dtype"]), first, None, out, None, x_name=first_name)
-    records = is_grad_enabled() and requires_grad(y, z, out)
-    if out is not None and records:
-        refuse_grad(function.__name__)
-    if out is not None or flags["out_dtype"] is None:
-        flags = {**flags, "out_dtype": first.dtype if out is None else out.dtype}
-    if listener is not None:
-        return dtensor_bridge.written(out, GATE.with_gradients(y=y, z=z, **flags))
-    if out is not None:
-        check_apart({first_name if function is gate_ else "out": out}, operands)
-    if records:
-        given = (y, z) if both is None else (both,)
-        return cast(Tensor, Gated.apply(flags, interleaved, *given))  # type: ignore[no-untyped-call]
-    return gates.forward(y, z, flags, out)
-
-
-class Gated(torch.autograd.Function):
-    """(flags, False, y, z), or (flags, interleaved, [..., 2 * N] of z and y), -> y times a function of z.
-
-    For calls that nothing but autograd must see: the gradient of a tensor that holds both is written where it belongs.
-    """
-
-    @staticmethod
-    @exact
-    def forward(ctx: Any, flags: Mapping[str, Any], interleaved: bool, *operands: Tensor) -> Tensor:
-        """Keeps the operands, and the backend that the backward pass takes: the one in force now."""
-        y, z = gates.rows_and_gate(operands, interleaved)
-        ctx.save_for_backward(*operands)
-        ctx.flags, ctx.interleaved = flags, interleaved
-        ctx.backend = gates.backend_for(y, "gate_backward", flags, interleaved)
-        found = gates.on_fast_path(y, z, **flags)
-        return gates.forward(y, z, flags) if found is None else found
-
-    @staticmethod
-    @exact
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
-        """See :func:`fusednorm.reference.activations.gate_gradients`."""
-        operands, flags, interleaved = ctx.saved_tensors, ctx.flags, ctx.interleaved
-        needs = ctx.needs_input_grad[2:]
-        if not (must_be_seen.differentiated_again() or must_be_seen.below(d, *operands)):
-            return None, None, *gates.backward(ctx.backend, d, operands, flags, needs, interleaved)
-        dtensor_bridge.check_kept((d,), operands)
-
-        def again(*operands: Tensor) -> tuple[Tensor]:
-            y, z = gates.rows_and_gate(operands, interleaved)
-            return (GATE.record({"y": y, "z": z}, flags),)
-
-        return None, None, *composed_again(again, operands, (d,), needs)
+def checked_products(operands: Mapping[str, Any], flags: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """The flags of :func:`silu_and_mul`, numbers rounded; and the gate and up by the names that they have here."""
+    flags = _SILU.check_flags(operands, flags)
+    return flags, _SILU.named({**operands, **flags})

@@ -13,25 +13,12 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from fusednorm import quantizations as presets
 from fusednorm.declare.declaration import Result, Role
 from fusednorm.operations.front_door import PUBLIC, Operation
-from fusednorm.operations.gate import gate, gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from fusednorm.operations.inference import add_operator
 from fusednorm.operations.l2 import l2_norm
 from fusednorm.operations.layer_norm import fused_add_layer_norm, layer_norm
 from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
-from fusednorm.operations.norm_gated import rms_norm_gated
-from fusednorm.operations.quantize import (
-    fused_add_layer_norm_quant,
-    fused_add_rms_norm_quant,
-    layer_norm_quant,
-    quantize,
-    relu2_quant,
-    rms_norm_quant,
-    silu_and_mul_quant,
-)
-from fusednorm.operations.two_norms import rms_norm_add, rms_norm_add_rms_norm
 
 
 class Listed(NamedTuple):
@@ -172,34 +159,9 @@ _BIAS = {"bias": Role.WEIGHT}
 ENTRIES = (
     _entry(rms_norm, "norm", (_Y,), **_BIAS),
     _entry(fused_add_rms_norm, "add, norm", (_Y, _SUM), **_BIAS, x_scale=0.22),
-    _entry(rms_norm_add, "norm, add", (_SUM,)),
-    _entry(rms_norm_add_rms_norm, "norm, add, norm", (_Y, _SUM)),
     _entry(l2_norm, "norm"),
     _entry(layer_norm, "norm", (_Y,), **_BIAS),
     _entry(fused_add_layer_norm, "add, norm", (_Y, _SUM), **_BIAS),
-    _entry(gate, "gate", (Result(overwrites="y"),), activation="sigmoid"),
-    _entry(silu_and_mul, "gate"),
-    _entry(gelu_tanh_and_mul, "gate"),
-    _entry(gelu_and_mul, "gate"),
-    _entry(rms_norm_gated, "norm, gate", (_Y,)),
-    _entry(quantize, "quantize", _NUMBERS, quantization=presets.VLLM_INT8_TOKEN_AZP_CPU),
-    _entry(rms_norm_quant, "norm, quantize", _NUMBERS, quantization=presets.VLLM_FP8_BLOCK_FUSED),
-    _entry(
-        fused_add_rms_norm_quant,
-        "add, norm, quantize",
-        (*_NUMBERS, _SUM),
-        quantization=presets.VLLM_INT8_TOKEN_CPU,
-    ),
-    _entry(layer_norm_quant, "norm, quantize", _NUMBERS, quantization=presets.VLLM_FP8_BLOCK_FUSED, **_BIAS),
-    _entry(
-        fused_add_layer_norm_quant,
-        "add, norm, quantize",
-        (*_NUMBERS, _SUM),
-        quantization=presets.VLLM_INT8_TOKEN_CPU,
-        **_BIAS,
-    ),
-    _entry(silu_and_mul_quant, "gate, quantize", _NUMBERS, quantization=presets.VLLM_FP8_TOKEN),
-    _entry(relu2_quant, "gate, quantize", _NUMBERS, quantization=presets.VLLM_FP8_TOKEN),
 )
 
 
@@ -218,7 +180,7 @@ def _declared(name: str, function: Callable[..., Any], operation: Operation) -> 
     return Listed(
         function,
         operation.functions.get(f"{name}_"),
-        {one.name: _LISTED.get(one.role, one.role) for one in declaration.operands if one.role is not Role.POSITIONS},
+        {one.name: _LISTED.get(one.role, one.role) for one in declaration.operands if one.listed},
         declaration.returned,
         operation.steps,
         {flag: value for flag, value in declaration.samples[-1].items() if flag in taken},

@@ -14,11 +14,11 @@ from torch import Size, Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from fusednorm.calls.checks import check_activation, check_dense, refuse_type
+from fusednorm.calls.checks import check_activation, check_dense, check_group_size, refuse_type
 from fusednorm.operations.layer_norm import fused_add_layer_norm, layer_norm
 from fusednorm.operations.linear import linear
 from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
-from fusednorm.operations.norm_gated import check_group_size, rms_norm_gated
+from fusednorm.operations.norm_gated import rms_norm_gated
 
 
 def machine_epsilon(x: Tensor) -> float:

@@ -15,10 +15,8 @@ from fusednorm.calls.call import Flags, NormCall, accumulator
 from fusednorm.calls.checks import (
     NAMES,
     check_affine,
-    check_between,
     check_flags,
     check_operands,
-    check_written,
     refuse_grad,
     refuse_nested,
     refuse_type,
@@ -247,6 +245,34 @@ def rms_norm_(
     return beyond_fast_path(NormCall(rms_norm_, x, None, weight, flags, x, None, bias))
 
 
+def norm_within(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    *,
+    weight_offset: float,
+    round_sum: bool = True,
+    round_norm: bool,
+    out_dtype: torch.dtype | None,
+    residual_dtype: torch.dtype | None = None,
+) -> Any:
+    """A norm as a part of a composition: the rows, and with a residual the sum."""
+    if not is_dynamo_compiling():
+        if residual is None:
+            found = rms_norm_on_fast_path(x, weight, eps, None, weight_offset, round_norm, None, out_dtype)
+        else:
+            found = fused_add_rms_norm_on_fast_path(
+                x, residual, weight, eps, None, 1.0, weight_offset, round_sum, round_norm, None, None, out_dtype,
+                residual_dtype,
+            )  # fmt: skip
+        if found is not None:
+            return found
+    flags = Flags(eps, weight_offset, round_sum, round_norm, out_dtype, residual_dtype)
+    function = rms_norm if residual is None else fused_add_rms_norm
+    return beyond_fast_path(NormCall(function, x, residual, weight, flags, inner=True))
+
+
 @exact
 def beyond_fast_path(call: NormCall) -> Results:  # type: ignore[type-var]
     """The results of the function.
@@ -254,32 +280,27 @@ def beyond_fast_path(call: NormCall) -> Results:  # type: ignore[type-var]
     One call of a backend. Where gradients are recorded or a part of torch must see the call, a norm alone is a function
     of autograd or an operator, and all else plain operations, one after the other: docs/spec.md, section 8.
     """
-    function, x, residual, weight, flags, out, residual_out, bias, x_scale, before, inner = call
-    operands = (x, residual, weight, out, residual_out, bias, None if before is None else before.weight)
+    function, x, residual, weight, flags, out, residual_out, bias, x_scale, inner = call
+    operands = (x, residual, weight, out, residual_out, bias)
     compiling = is_dynamo_compiling()
     # Whether nobody listens and no gradients are recorded.
     direct = not compiling and must_be_seen.plain(*operands) and fast_path.is_direct(*operands)
     if not (inner or compiling or direct) and must_be_seen.override(*operands):
         return cast(Results, must_be_seen.handed_over(function, operands, call.arguments()))
     new = out is None and residual_out is None
-    alone = before is None and x_scale == 1.0
-    alone = alone and (flags.center or (bias is None and getattr(weight, "ndim", 1) != 2))
-    if before is not None and flags.eps is not before.eps:
-        number("next_eps", flags.eps, torch.float64)  # its name here; it is rounded with the other flags
+    alone = x_scale == 1.0 and (flags.center or (bias is None and getattr(weight, "ndim", 1) != 2))
     records = not direct and is_grad_enabled() and requires_grad(*operands)
     if records and not new:
         refuse_grad(function.__name__)
     transformed = not (compiling or direct) and must_be_seen.transform(*operands)
     in_memory = direct or not (compiling or transformed or must_be_seen.below(*operands))
     if in_memory and not records:
-        of_heads = before is None and getattr(weight, "ndim", 1) == 2
-        y, total = execute.norm(x, residual, weight, flags, out, residual_out, None, before, bias, x_scale, of_heads)
-    elif in_memory and before is None and type(x_scale) is float and x_scale == 1.0:
+        of_heads = getattr(weight, "ndim", 1) == 2
+        y, total = execute.norm(x, residual, weight, flags, out, residual_out, None, bias, x_scale, of_heads)
+    elif in_memory and type(x_scale) is float and x_scale == 1.0:
         y, total = Normalise.apply(x, residual, weight, bias, flags)  # type: ignore[no-untyped-call]
     elif alone and transformed:
         y, total = _transformed(call)
-    elif (by_exchange := _by_exchange(call, compiling or transformed)) is not None:
-        y, total = by_exchange
     else:
         if not alone:
             call = _checked(call, compiling or transformed, in_memory)
@@ -287,23 +308,7 @@ def beyond_fast_path(call: NormCall) -> Results:  # type: ignore[type-var]
             y, total = _in_one_operator(call)
         else:
             y, total = _dispatched(call, compiling) if alone else _composed(call)
-    if total is None:
-        return cast(Results, y)
-    return cast(Results, total if y is None else (y, total))
-
-
-def _by_exchange(call: NormCall, traced: bool) -> tuple[Tensor, Tensor | None] | None:
-    """Both outputs of a norm of rows that lie in parts on ranks, which exchange sums; None where that is not the way.
-
-    Not in compiled code, where a compiler would choose the bits of the additions. Parts of compositions do not take it,
-    because the operations after them join the rows.
-    """
-    if traced or call.inner or call.before is not None or call.x_scale != 1.0:
-        return None
-    if call.out is not None or call.residual_out is not None:
-        return None
-    found = dtensor_bridge.of_parts(call.x, call.residual, call.weight, call.bias, call.flags)
-    return None if found is None else found(_checked(call, traced, in_memory=False).flags)
+    return cast(Results, y if total is None else (y, total))
 
 
 def _checked(call: NormCall, traced: bool, in_memory: bool) -> NormCall:
@@ -311,21 +316,12 @@ def _checked(call: NormCall, traced: bool, in_memory: bool) -> NormCall:
 
     ``traced``: whether a compiler or a transform shows operands as the plain operations can check them alone.
     """
-    _, x, residual, weight, flags, out, residual_out, bias, x_scale, before, _ = call
-    next_weight = None if before is None else weight
-    operands = (x, residual, next_weight, out, residual_out)
+    _, x, residual, weight, flags, out, residual_out, bias, x_scale, _ = call
     if not traced:
-        check_operands(*operands, in_memory=in_memory, weight_name="next_weight")
-        if before is None:
-            check_affine(x, weight, bias, in_memory=in_memory)
-    if before is not None:
-        check_between(before.between, x)
+        check_operands(x, residual, None, out, residual_out, in_memory=in_memory)
+        check_affine(x, weight, bias, in_memory=in_memory)
     flags = check_flags(flags, x, residual, out, residual_out)
-    x_scale = number("x_scale", x_scale, accumulator(x.dtype))
-    given = out is not None or residual_out is not None
-    if given and not (traced or must_be_seen.below(*operands)):
-        check_written(x, residual, out, residual_out, next_weight)
-    return call._replace(flags=flags, x_scale=x_scale)
+    return call._replace(flags=flags, x_scale=number("x_scale", x_scale, accumulator(x.dtype)))
 
 
 def _in_one_operator(call: NormCall) -> tuple[Any, Any]:
@@ -334,43 +330,28 @@ def _in_one_operator(call: NormCall) -> tuple[Any, Any]:
     if call.out is not None and call.out.dtype != call.x.dtype:
         arguments["out_dtype"] = call.out.dtype
     found = dtensor_bridge.in_one_operator(call.function.__name__, arguments)
-    y = None if call.before is not None and not call.before.followed else dtensor_bridge.written(call.out, found[0])
+    y: Any = dtensor_bridge.written(call.out, found[0])
     return y, None if call.residual is None else dtensor_bridge.written(call.residual_out, found[-1])
 
 
 def _composed(call: NormCall) -> tuple[Any, Any]:
     """Both outputs by plain operations, one after the other; those that are given take a copy at the end."""
-    _, x, residual, weight, flags, out, residual_out, bias, x_scale, before, _ = call
-    eps, weight_offset, round_sum, round_norm = flags.eps, flags.weight_offset, flags.round_sum, flags.round_norm
-    residual_dtype = flags.residual_dtype
-    function, wide = rms_norm if residual is None else fused_add_rms_norm, accumulator(x.dtype)
-    out_dtype = flags.out_dtype or (x.dtype if out is None else out.dtype)
-    y: Any = None
-    total: Any
-    if before is not None:
-        first = Flags(before.eps, weight_offset, True, round_norm, before.between)
-        rows: Tensor = beyond_fast_path(NormCall(rms_norm, x, None, before.weight, first, inner=True))
-        if before.followed:
-            flags = Flags(eps, weight_offset, round_sum, round_norm, out_dtype, residual_dtype)
-            y, total = beyond_fast_path(NormCall(fused_add_rms_norm, rows, residual, weight, flags, inner=True))
-        else:
-            assert residual is not None
-            total = steps.add(rows, residual, residual_dtype or residual.dtype)
-    elif x_scale != 1.0:
+    _, x, residual, weight, flags, out, residual_out, bias, x_scale, _ = call
+    if x_scale != 1.0:
         scaled = call._replace(x=steps.SCALE.with_gradients(x=x, factor=x_scale), x_scale=1.0, inner=True)
         return beyond_fast_path(scaled)
-    else:
-        flags = Flags(eps, 0.0, round_sum, False, wide, residual_dtype)
-        found: Any = beyond_fast_path(NormCall(function, x, residual, None, flags, inner=True))
-        rows, total = (found, None) if residual is None else found
-        y = steps.AFFINE.with_gradients(
-            n=rows,
-            weight=weight,
-            bias=bias,
-            weight_offset=weight_offset,
-            rounded_to=x.dtype if round_norm else None,
-            out_dtype=out_dtype,
-        )
+    function, wide = rms_norm if residual is None else fused_add_rms_norm, accumulator(x.dtype)
+    alone = Flags(flags.eps, 0.0, flags.round_sum, False, wide, flags.residual_dtype)
+    found: Any = beyond_fast_path(NormCall(function, x, residual, None, alone, inner=True))
+    rows, total = (found, cast(Any, None)) if residual is None else found
+    y: Tensor = steps.AFFINE.with_gradients(
+        n=rows,
+        weight=weight,
+        bias=bias,
+        weight_offset=flags.weight_offset,
+        rounded_to=x.dtype if flags.round_norm else None,
+        out_dtype=flags.out_dtype or (x.dtype if out is None else out.dtype),
+    )
     return dtensor_bridge.written(out, y), dtensor_bridge.written(residual_out, total)
 
 

@@ -1,17 +1,18 @@
-"""Quantization, alone and after a norm: compositions (docs/spec.md, section 9)."""
+"""Quantization, alone and after a norm or a gate: compositions (docs/spec.md, section 9)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
+from fusednorm import quantizations as presets
 from fusednorm.calls import must_be_seen
-from fusednorm.calls.arithmetic import exact
-from fusednorm.calls.call import Flags, NormCall
+from fusednorm.calls.call import Flags
 from fusednorm.calls.checks import (
     check_affine,
     check_apart,
@@ -27,11 +28,13 @@ from fusednorm.calls.checks import (
 from fusednorm.calls.fast_path import AND_MUL, Entry
 from fusednorm.calls.must_be_seen import Listener
 from fusednorm.calls.quantization import Quantization, computed_by, groups_of, is_given, scales_of
-from fusednorm.engine import execute
-from fusednorm.engine.execute import Quantizing
+from fusednorm.declare.declaration import Declaration, Operand, Result, Role
+from fusednorm.engine import quantized_rows as engine
 from fusednorm.engine.run import as_new
+from fusednorm.operations.composition import Composition
+from fusednorm.operations.front_door import Asked
 from fusednorm.operations.functions import relu2
-from fusednorm.operations.gate import STEPS, checked_operands, silu_and_mul_checked
+from fusednorm.operations.gate import SILU_STEPS, STEPS, checked_products, products_of
 from fusednorm.operations.layer_norm import fused_add_layer_norm, layer_norm
 from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
 from fusednorm.reference import norm as reference
@@ -49,6 +52,270 @@ _norm_quant = Entry(
 ).open()
 
 
+def _may_be_fast(quantization: Quantization, scale_out: Tensor | None) -> bool:
+    """Whether the fast path may know such a call."""
+    if is_dynamo_compiling() or type(quantization) is not Quantization:
+        return False
+    return quantization.scale_dtype is None and (quantization.layout == "row" or scale_out is not None)
+
+
+#: The operands of every quantizer; no list of operations passes them.
+_GIVEN = tuple(Operand(name, Role.WHICH, optional=True, listed=False) for name in ("scale", "zero_point"))
+#: The operands that outputs may be. Scales of groups of one element are not among them: they are written before the
+#: numbers, which are then read again.
+_OWN = {"normed_out": ("x", "residual"), "residual_out": ("x", "residual")}
+
+
+class Quantizer(Composition):
+    """Rows, or those that other operations make of operands, as numbers of 8 bits with their scales.
+
+    The quantization says how many results there are: numbers, scales that are computed or the one given, and perhaps
+    zero points; behind them is the sum, if there is one. Nothing of that has gradients. Here rows are given.
+
+    Args:
+        name: the public function's.
+        steps: the operations before.
+        operands: the operands, but those of all quantizers.
+        sample: the quantization of calls that tests make, and other flags.
+        flags: the flags, but the quantization.
+        outputs: the names of outputs, but numbers, scales and zero points.
+    """
+
+    differentiable = False
+
+    def __init__(
+        self,
+        name: str,
+        steps: str,
+        operands: Sequence[Operand],
+        sample: Mapping[str, Any],
+        flags: Mapping[str, Any] = MappingProxyType({}),
+        outputs: Sequence[str] = (),
+    ) -> None:
+        sums = [Result("residual_out", dtype="residual_dtype", like="residual")] if "residual_out" in outputs else []
+        declaration = Declaration(
+            name,
+            operands=(*operands, *_GIVEN),
+            results=(Result(), Result("scale_out", Role.NUMBERS), *sums),
+            flags={"quantization": None, **flags},
+            formula=lambda **arguments: (),
+            kernel=None,
+            samples=(sample,),
+        )
+        super().__init__(declaration, steps)
+        self._inputs = [operand.name for operand in operands]
+        self._returned = tuple([(output, "") for output in ("out", "scale_out", "zero_point_out", *outputs)])
+
+    # Of each family.
+
+    def check_rows(self, asked: Asked) -> tuple[Tensor, Mapping[str, Any]]:
+        """Rows of the shape and dtype of those that are quantized; and the flags, numbers rounded."""
+        y, name = asked.operands[self._inputs[0]], self._inputs[0]
+        check_operands(y, None, None, None, None, in_memory=asked.in_memory, x_name=name)
+        return y, asked.flags
+
+    def norm(self, flags: Mapping[str, Any]) -> Flags | None:
+        """The flags of a norm that a backend may compute in the same call."""
+        return None
+
+    def rows(self, asked: Asked) -> tuple[Tensor, ...]:
+        """The rows that are quantized, and the sum, if there is one."""
+        return (asked.operands[self._inputs[0]],)
+
+    # Of all.
+
+    def checked(self, asked: Asked) -> Mapping[str, Any]:
+        """The flags, numbers rounded; all is checked that must fit before anything is written."""
+        operands, outputs, name, x_name = asked.operands, asked.outputs, self.declaration.name, self._inputs[0]
+        x, flags = self.check_rows(asked)
+        if is_grad_enabled() and requires_grad(*[operands[one] for one in self._inputs]):
+            raise RuntimeError(
+                f"{name}(): one of the arguments requires grad, and 8-bit numbers have no gradients; call it under "
+                f"torch.no_grad(), pass tensors without gradients, such as {x_name}.detach(), or train without the "
+                "quantization"
+            )
+        if is_grad_enabled() and requires_grad(*outputs.values()):
+            refuse_grad(name)
+        quantization, scale, zero_point = flags["quantization"], operands["scale"], operands["zero_point"]
+        check_quantization(quantization, x)
+        check_given(quantization, scale, zero_point, x, x_name, asked.in_memory)
+        if outputs:
+            self._check_given(x, operands, quantization, outputs)
+            # Where a weight has a tangent, the others lie in memory all the same.
+            if asked.in_memory or must_be_seen.in_memory(x, scale, zero_point, *outputs.values()):
+                check_apart(outputs, operands, _OWN)
+        return flags
+
+    def _check_given(
+        self, x: Tensor, operands: Mapping[str, Any], quantization: Quantization, given: Mapping[str, Any]
+    ) -> None:
+        x_name, rows, scales, groups = self._inputs[0], list(x.shape), [1], [1]
+        if not is_given(quantization):
+            scales, groups = scales_of(quantization, x.shape), groups_of(quantization, x.shape)
+        wanted = {"out": (rows, quantization.dtype), "scale_out": (scales, quantization.scale_dtype or torch.float32)}
+        wanted |= {"zero_point_out": (groups, torch.int32), "normed_out": (rows, x.dtype)}
+        for name, (shape, dtype) in wanted.items():
+            check_output(name, given.get(name), shape, dtype, x, x_name)
+        if is_given(quantization) and ("scale_out" in given or "zero_point_out" in given):
+            raise TypeError(
+                "scale_out or zero_point_out is given, and scale is too; leave out what would be a copy of it"
+            )
+        if "zero_point_out" in given and not quantization.computes_zero_point:
+            raise TypeError(f"zero_point_out is given, and {quantization} computes no zero points; leave it out")
+
+    def compute(self, asked: Asked) -> tuple[Tensor, ...]:
+        """The results, in one call of a backend that has one."""
+        norm, flags, found = self.norm(asked.flags), asked.flags, None
+        if norm is not None and (flags["between"] is None or "normed_out" not in asked.outputs):
+            rows = asked.operands["x"]
+            found = engine.quantized(rows, flags["quantization"], asked.operands, asked.outputs, norm)
+        return self._by_steps(asked) if found is None else found
+
+    def into(self, asked: Asked) -> tuple[Tensor, ...]:
+        """The results, where a listener must see how they are made."""
+        tensors = (*asked.operands.values(), *asked.outputs.values())
+        if "normed_out" in asked.outputs or not must_be_seen.in_one_operator(*tensors):
+            return self._by_steps(asked)
+        given = {**asked.operands, **asked.flags, "quantization": str(asked.flags["quantization"])}
+        return self._written(asked, dtensor_bridge.in_one_operator(self.declaration.name, given))
+
+    def results(self, found: Sequence[Tensor], given: Mapping[str, Tensor]) -> Any:
+        """They are in the memory that the caller gave already."""
+        return tuple(found)
+
+    def _by_steps(self, asked: Asked) -> tuple[Tensor, ...]:
+        """The results of the operations before, and then of the quantizer."""
+        y, *others = self.rows(asked)
+        operands, outputs, quantization = asked.operands, asked.outputs, asked.flags["quantization"]
+        scale, zero_point = operands["scale"], operands["zero_point"]
+        if "normed_out" in outputs:
+            dtensor_bridge.written(outputs["normed_out"], reference.rounded(y, outputs["normed_out"].dtype))
+        outputs = {name: outputs[name] for name in ("out", "scale_out", "zero_point_out") if name in outputs}
+        found: Sequence[Tensor] | None = None
+        if asked.in_memory and _may_be_fast(quantization, outputs.get("scale_out")):
+            memory = map(outputs.get, ("out", "scale_out", "zero_point_out"))
+            found = _quantize(y, quantization.packed, scale, zero_point, *memory)
+        if asked.in_memory and found is None:
+            found = engine.quantized(y, quantization, operands, outputs)
+        if found is not None:
+            return (*found, *others)
+        if asked.listener is Listener.DISPATCHER:
+            quantize_rows = dtensor_bridge.operations(y, scale, zero_point).quantize
+            numbers, *of_groups = quantize_rows(y, str(quantization), scale, zero_point)
+            found = numbers, *of_groups[: len(computed_by(quantization))]
+        else:
+            found = as_new(quantizer.quantized(y, quantization, scale, zero_point), (y,))
+        return (*self._written(asked, found, laid_out=False), *others)
+
+    def _written(self, asked: Asked, found: Sequence[Tensor], laid_out: bool = True) -> tuple[Tensor, ...]:
+        """The results, in the caller's memory where that is given.
+
+        Args:
+            asked: the call.
+            found: numbers, scales and zero points that are computed, and perhaps the sum.
+            laid_out: whether scales and zero points lie as the quantization's layout asks for.
+        """
+        (numbers, *others), outputs, quantization = found, asked.outputs, asked.flags["quantization"]
+        results = [dtensor_bridge.written(outputs.get("out"), numbers)]
+        if is_given(quantization):
+            results.append(asked.operands["scale"])
+        names = [*("scale_out", "zero_point_out")[: len(computed_by(quantization))], "residual_out"]
+        for name, new in zip(names, others, strict=False):
+            new = new if laid_out or name in outputs else _laid_out(new, quantization)
+            results.append(dtensor_bridge.written(outputs.get(name), new))
+        return tuple(results)
+
+
+class _OfNorm(Quantizer):
+    """Of the rows of a norm."""
+
+    def __init__(
+        self, name: str, norm: Callable[..., Any], sample: Mapping[str, Any], *, added: bool, center: bool
+    ) -> None:
+        self._norm, self._center = norm, center
+        flags = {"eps": 1e-5 if center else 1e-6, "between": None, "weight_offset": 0.0, "round_norm": False}
+        operands = [Operand("x"), *[Operand("residual")] * added, Operand("weight", Role.WEIGHT, optional=True)]
+        operands += [Operand("bias", Role.WEIGHT, optional=True, listed=False)] * center
+        outputs = ["normed_out", *["residual_out"] * added]
+        if added:
+            flags |= {"round_sum": True, "residual_dtype": None}
+        super().__init__(name, "add, norm, quantize" if added else "norm, quantize", operands, sample, flags, outputs)
+
+    def check_rows(self, asked: Asked) -> tuple[Tensor, Mapping[str, Any]]:
+        """See :class:`Quantizer`."""
+        x, residual, weight, bias = map(cast(Any, asked.operands.get), ("x", "residual", "weight", "bias"))
+        of_all, total = None if self._center else weight, asked.outputs.get("residual_out")
+        check_operands(x, residual, of_all, None, total, in_memory=asked.in_memory)
+        if self._center:
+            check_affine(x, weight, bias, in_memory=asked.in_memory)
+        check_between(asked.flags["between"], x)
+        return x, asked.flags
+
+    def norm(self, flags: Mapping[str, Any]) -> Flags:
+        """See :class:`Quantizer`."""
+        sums = flags.get("round_sum", True), flags["round_norm"], flags["between"], flags.get("residual_dtype")
+        return Flags(flags["eps"], flags["weight_offset"], *sums, center=self._center)
+
+    def rows(self, asked: Asked) -> tuple[Tensor, ...]:
+        """See :class:`Quantizer`."""
+        flags, taken = asked.flags, {name: asked.operands[name] for name in self._inputs}
+        taken |= {name: flags[name] for name in ("eps", "weight_offset", "round_norm")} | {
+            "out_dtype": flags["between"]
+        }
+        if "residual" not in taken:
+            return (self._norm(**taken),)
+        taken |= {name: flags[name] for name in ("round_sum", "residual_dtype")}
+        found: tuple[Tensor, ...] = self._norm(**taken, residual_out=asked.outputs.get("residual_out"))
+        return found
+
+
+class _OfSilu(Quantizer):
+    """Of the products of a gate."""
+
+    def check_rows(self, asked: Asked) -> tuple[Tensor, Mapping[str, Any]]:
+        """See :class:`Quantizer`."""
+        flags, named = checked_products(asked.operands, asked.flags)
+        z, y = named.values()
+        check_operands(z, y, None, None, None, in_memory=asked.in_memory, x_name="gate", residual_name="up")
+        return z, flags
+
+    def rows(self, asked: Asked) -> tuple[Tensor, ...]:
+        """See :class:`Quantizer`."""
+        return (products_of(asked.operands, asked.flags, asked.in_memory),)
+
+
+class _OfRelu2(Quantizer):
+    """Of the squares of positive numbers."""
+
+    def check_rows(self, asked: Asked) -> tuple[Tensor, Mapping[str, Any]]:
+        """See :class:`Quantizer`."""
+        z, flags = super().check_rows(asked)
+        check_between(flags["between"], z, "z")
+        return z, flags
+
+    def rows(self, asked: Asked) -> tuple[Tensor, ...]:
+        """See :class:`Quantizer`."""
+        return (relu2(asked.operands["z"], out_dtype=asked.flags["between"]),)
+
+
+_FP8, _BLOCKS = {"quantization": presets.VLLM_FP8_TOKEN}, {"quantization": presets.VLLM_FP8_BLOCK_FUSED}
+_INT8, _BIAS = {"quantization": presets.VLLM_INT8_TOKEN_CPU}, {"bias": Role.WEIGHT}
+_QUANTIZE = Quantizer("quantize", "quantize", [Operand("y")], {"quantization": presets.VLLM_INT8_TOKEN_AZP_CPU})
+_NORM = _OfNorm("rms_norm_quant", rms_norm, _BLOCKS, added=False, center=False)
+_ADD_NORM = _OfNorm("fused_add_rms_norm_quant", fused_add_rms_norm, _INT8, added=True, center=False)
+_LAYER_NORM = _OfNorm("layer_norm_quant", layer_norm, _BLOCKS | _BIAS, added=False, center=True)
+_ADD_LAYER_NORM = _OfNorm("fused_add_layer_norm_quant", fused_add_layer_norm, _INT8 | _BIAS, added=True, center=True)
+_SILU = _OfSilu(
+    "silu_and_mul_quant",
+    "gate, quantize",
+    [Operand("gate"), Operand("up", optional=True)],
+    _FP8,
+    {"between": None, **SILU_STEPS},
+)
+_RELU2 = _OfRelu2("relu2_quant", "gate, quantize", [Operand("z")], _FP8, {"between": None})
+
+
+@_QUANTIZE.public
 def quantize(
     y: Tensor,
     quantization: Quantization,
@@ -91,15 +358,13 @@ def quantize(
         )
         if result is not None:
             return result
-    call = _Call(quantize, {"y": y}, Quantizing(quantization, scale, zero_point, out, scale_out, zero_point_out))
-    if call.listener is Listener.OVERRIDE:
-        return call.handed_over()
-    check_operands(y, None, None, None, None, in_memory=call.in_memory, x_name="y")
-    call.check(y)
-    found = call.in_one_operator()
-    return call.of_rows(y) if found is None else found
+    return _QUANTIZE(
+        "quantize", y=y, quantization=quantization, scale=scale, zero_point=zero_point, out=out, scale_out=scale_out,
+        zero_point_out=zero_point_out,
+    )  # fmt: skip
 
 
+@_NORM.public
 def rms_norm_quant(
     x: Tensor,
     weight: Tensor | None = None,
@@ -137,11 +402,14 @@ def rms_norm_quant(
         )  # fmt: skip
         if result is not None:
             return result
-    flags = Flags(eps, weight_offset, True, round_norm, between)
-    quantizing = Quantizing(quantization, scale, zero_point, out, scale_out, zero_point_out, normed_out)
-    return _of_norm(NormCall(rms_norm_quant, x, None, weight, flags), quantizing)
+    return _NORM(
+        "rms_norm_quant", x=x, weight=weight, eps=eps, quantization=quantization, scale=scale, zero_point=zero_point,
+        between=between, weight_offset=weight_offset, round_norm=round_norm, out=out, scale_out=scale_out,
+        zero_point_out=zero_point_out, normed_out=normed_out,
+    )  # fmt: skip
 
 
+@_ADD_NORM.public
 def fused_add_rms_norm_quant(
     x: Tensor,
     residual: Tensor,
@@ -184,11 +452,15 @@ def fused_add_rms_norm_quant(
         )  # fmt: skip
         if result is not None:
             return result
-    flags = Flags(eps, weight_offset, round_sum, round_norm, between, residual_dtype)
-    quantizing = Quantizing(quantization, scale, zero_point, out, scale_out, zero_point_out, normed_out, residual_out)
-    return _of_norm(NormCall(fused_add_rms_norm_quant, x, residual, weight, flags), quantizing)
+    return _ADD_NORM(
+        "fused_add_rms_norm_quant", x=x, residual=residual, weight=weight, eps=eps, quantization=quantization,
+        scale=scale, zero_point=zero_point, between=between, weight_offset=weight_offset, round_sum=round_sum,
+        round_norm=round_norm, out=out, scale_out=scale_out, zero_point_out=zero_point_out, normed_out=normed_out,
+        residual_out=residual_out, residual_dtype=residual_dtype,
+    )  # fmt: skip
 
 
+@_LAYER_NORM.public
 def layer_norm_quant(
     x: Tensor,
     weight: Tensor | None = None,
@@ -224,11 +496,14 @@ def layer_norm_quant(
         )  # fmt: skip
         if result is not None:
             return result
-    flags = Flags(eps, weight_offset, True, round_norm, between, center=True)
-    quantizing = Quantizing(quantization, scale, zero_point, out, scale_out, zero_point_out, normed_out)
-    return _of_norm(NormCall(layer_norm_quant, x, None, weight, flags, bias=bias), quantizing)
+    return _LAYER_NORM(
+        "layer_norm_quant", x=x, weight=weight, bias=bias, eps=eps, quantization=quantization, scale=scale,
+        zero_point=zero_point, between=between, weight_offset=weight_offset, round_norm=round_norm, out=out,
+        scale_out=scale_out, zero_point_out=zero_point_out, normed_out=normed_out,
+    )  # fmt: skip
 
 
+@_ADD_LAYER_NORM.public
 def fused_add_layer_norm_quant(
     x: Tensor,
     residual: Tensor,
@@ -272,11 +547,15 @@ def fused_add_layer_norm_quant(
         )  # fmt: skip
         if result is not None:
             return result
-    flags = Flags(eps, weight_offset, round_sum, round_norm, between, residual_dtype, center=True)
-    quantizing = Quantizing(quantization, scale, zero_point, out, scale_out, zero_point_out, normed_out, residual_out)
-    return _of_norm(NormCall(fused_add_layer_norm_quant, x, residual, weight, flags, bias=bias), quantizing)
+    return _ADD_LAYER_NORM(
+        "fused_add_layer_norm_quant", x=x, residual=residual, weight=weight, bias=bias, eps=eps,
+        quantization=quantization, scale=scale, zero_point=zero_point, between=between, weight_offset=weight_offset,
+        round_sum=round_sum, round_norm=round_norm, out=out, scale_out=scale_out, zero_point_out=zero_point_out,
+        normed_out=normed_out, residual_out=residual_out, residual_dtype=residual_dtype,
+    )  # fmt: skip
 
 
+@_SILU.public
 def silu_and_mul_quant(
     gate: Tensor,
     up: Tensor | None = None,
@@ -316,23 +595,14 @@ def silu_and_mul_quant(
             result = _quantize(rows, quantization.packed, scale, zero_point)
         if result is not None:
             return result
-    quantizing = Quantizing(quantization, scale, zero_point, out, scale_out, zero_point_out)
-    steps: dict[str, Any] = {"limit": limit, "alpha": alpha, "up_offset": up_offset, "clamp": clamp}
-    steps |= {"interleaved": interleaved, "round_steps": round_steps}
-    call = _Call(silu_and_mul_quant, {"gate": gate, "up": up}, quantizing, between=between, **steps)
-    if call.listener is Listener.OVERRIDE:
-        return call.handed_over()
-    operands = checked_operands(gate, up, between, **steps)
-    z, y = operands.z, operands.y
-    check_operands(z, y, None, None, None, in_memory=call.in_memory, x_name="gate", residual_name="up")
-    call.check(z)
-    if (found := call.in_one_operator()) is not None:
-        return found
-    if rows is None:
-        rows = silu_and_mul_checked(operands, between, call.in_memory)
-    return call.of_rows(rows)
+    return _SILU(
+        "silu_and_mul_quant", gate=gate, up=up, quantization=quantization, scale=scale, zero_point=zero_point,
+        between=between, out=out, scale_out=scale_out, zero_point_out=zero_point_out, limit=limit, alpha=alpha,
+        up_offset=up_offset, clamp=clamp, interleaved=interleaved, round_steps=round_steps,
+    )  # fmt: skip
 
 
+@_RELU2.public
 def relu2_quant(
     z: Tensor,
     *,
@@ -356,173 +626,10 @@ def relu2_quant(
         TypeError, ValueError, BackendError: see :func:`quantize` and :func:`fusednorm.relu2`.
         RuntimeError: z requires grad while gradients are recorded: what is quantized has none.
     """
-    quantizing = Quantizing(quantization, scale, zero_point, out, scale_out, zero_point_out)
-    call = _Call(relu2_quant, {"z": z}, quantizing, between=between)
-    if call.listener is Listener.OVERRIDE:
-        return call.handed_over()
-    check_operands(z, None, None, None, None, in_memory=call.in_memory, x_name="z")
-    check_between(between, z, "z")
-    call.check(z)
-    if (found := call.in_one_operator()) is not None:
-        return found
-    return call.of_rows(relu2(z, out_dtype=between))
-
-
-def _may_be_fast(quantization: Quantization, scale_out: Tensor | None) -> bool:
-    """Whether the fast path may know such a call."""
-    if is_dynamo_compiling() or type(quantization) is not Quantization:
-        return False
-    return quantization.scale_dtype is None and (quantization.layout == "row" or scale_out is not None)
-
-
-#: The inputs that outputs may be. Scales of groups of one element are not among them: they are written before the
-#: numbers, which are then read again.
-_OWN = {"normed_out": ("x", "residual"), "residual_out": ("x", "residual")}
-_OUTPUTS = ("out", "scale_out", "zero_point_out", *_OWN)
-
-
-class _Call:
-    """A call beyond the fast path.
-
-    Args:
-        function: the public function.
-        inputs: its operands, by name, the rows first.
-        quantizing: its quantizer.
-        norm: the norm before the quantizer.
-        flags: its other arguments, but those of a norm.
-    """
-
-    def __init__(
-        self,
-        function: Callable[..., tuple[Tensor, ...]],
-        inputs: dict[str, Any],
-        quantizing: Quantizing,
-        norm: NormCall | None = None,
-        **flags: Any,
-    ) -> None:
-        self.function, self.inputs, self.quantizing, self.norm, self.flags = function, inputs, quantizing, norm, flags
-        self.operands = (*inputs.values(), *quantizing[1:])
-        self.listener = must_be_seen.listener(*self.operands)
-        self.in_memory = self.listener is None
-
-    def arguments(self, **of_quantizer: Any) -> dict[str, Any]:
-        """By name; other names are there too."""
-        of_norm = {} if self.norm is None else {**self.norm.arguments(), "between": self.norm.flags.out_dtype}
-        return {**of_norm, **self.inputs, **self.flags, **of_quantizer}
-
-    def handed_over(self) -> tuple[Tensor, ...]:
-        """The results of whatever overrides the function."""
-        return must_be_seen.handed_over(self.function, self.operands, self.arguments(**self.quantizing._asdict()))
-
-    @exact
-    def check(self, x: Tensor) -> None:
-        """All that must fit before anything is written, but the inputs, which do; x has their rows."""
-        x_name = next(iter(self.inputs))
-        if is_grad_enabled() and requires_grad(*self.inputs.values()):
-            raise RuntimeError(
-                f"{self.function.__name__}(): one of the arguments requires grad, and 8-bit numbers have no gradients; "
-                f"call it under torch.no_grad(), pass tensors without gradients, such as {x_name}.detach(), or train "
-                "without the quantization"
-            )
-        quantization, scale, zero_point, *outputs = self.quantizing
-        if is_grad_enabled() and requires_grad(*outputs):
-            refuse_grad(self.function.__name__)
-        check_quantization(quantization, x)
-        check_given(quantization, scale, zero_point, x, x_name, self.in_memory)
-        given = {name: t for name, t in zip(_OUTPUTS, outputs, strict=True) if t is not None}
-        if not given:
-            return
-        rows, scales, groups = list(x.shape), [1], [1]
-        if not is_given(quantization):
-            scales, groups = scales_of(quantization, x.shape), groups_of(quantization, x.shape)
-        wanted = {"out": (rows, quantization.dtype), "scale_out": (scales, quantization.scale_dtype or torch.float32)}
-        wanted |= {"zero_point_out": (groups, torch.int32), "normed_out": (rows, x.dtype)}
-        for name, (shape, dtype) in wanted.items():
-            check_output(name, given.get(name), shape, dtype, x, x_name)
-        if is_given(quantization) and ("scale_out" in given or "zero_point_out" in given):
-            raise TypeError(
-                "scale_out or zero_point_out is given, and scale is too; leave out what would be a copy of it"
-            )
-        if "zero_point_out" in given and not quantization.computes_zero_point:
-            raise TypeError(f"zero_point_out is given, and {quantization} computes no zero points; leave it out")
-        if self.in_memory or must_be_seen.in_memory(x, scale, zero_point, *outputs):  # a tangent may be of the weight
-            check_apart(given, {**self.inputs, "scale": scale, "zero_point": zero_point}, _OWN)
-
-    def in_one_operator(self) -> tuple[Tensor, ...] | None:
-        """The results of the operator that is all of the function: ``inference.py``; None where others are called."""
-        if self.in_memory or not must_be_seen.in_one_operator(*self.operands):
-            return None
-        quantization, scale, zero_point, *_, normed_out, _ = self.quantizing
-        if normed_out is not None:
-            return None
-        given = self.arguments(quantization=str(quantization), scale=scale, zero_point=zero_point)
-        found = dtensor_bridge.in_one_operator(self.function.__name__, given)
-        return self._written(*found)
-
-    @exact
-    def of_rows(self, y: Tensor) -> tuple[Tensor, ...]:
-        """The results for the rows that are quantized."""
-        quantization, scale, zero_point, out, scale_out, zero_point_out, normed_out, _ = self.quantizing
-        if normed_out is not None:
-            dtensor_bridge.written(normed_out, reference.rounded(y, normed_out.dtype))
-        if self.in_memory:
-            found: tuple[Tensor, ...] | None = None
-            if _may_be_fast(quantization, scale_out):
-                found = _quantize(y, quantization.packed, scale, zero_point, out, scale_out, zero_point_out)
-            if found is None:
-                found = execute.quantize(y, self.quantizing)
-            if found is not None:
-                return found
-        if self.listener is Listener.DISPATCHER:
-            quantize_rows = dtensor_bridge.operations(y, scale, zero_point).quantize
-            numbers, *of_groups = quantize_rows(y, str(quantization), scale, zero_point)
-            return self._written(numbers, *of_groups[: len(computed_by(quantization))], laid_out=False)
-        new = as_new(quantizer.quantized(y, quantization, scale, zero_point), (y,))
-        return self._written(*new, laid_out=False)
-
-    def _written(self, numbers: Tensor, *others: Tensor, laid_out: bool = True) -> tuple[Tensor, ...]:
-        """The results, in the caller's memory where that is given.
-
-        Args:
-            numbers: [..., N].
-            others: scales and zero points that are computed; behind them may be the sum.
-            laid_out: whether scales and zero points lie as the quantization's layout asks for.
-        """
-        quantization, scale, _, out, scale_out, zero_point_out, _, residual_out = self.quantizing
-        results = [dtensor_bridge.written(out, numbers), *([cast(Tensor, scale)] if is_given(quantization) else [])]
-        memory = [*(scale_out, zero_point_out)[: len(computed_by(quantization))], residual_out]
-        for given, new in zip(memory, others, strict=False):
-            new = new if laid_out or given is not None else _laid_out(new, quantization)
-            results.append(dtensor_bridge.written(given, new))
-        return tuple(results)
-
-
-@exact
-def _of_norm(norm: NormCall, quantizing: Quantizing) -> tuple[Tensor, ...]:
-    """The results of a norm, whose ``out_dtype`` is that of the rows between, and with a residual the sum."""
-    x, residual, weight, bias, flags = norm.x, norm.residual, norm.weight, norm.bias, norm.flags
-    inputs = {"x": x, "residual": residual, "weight": weight, "bias": bias}
-    call = _Call(norm.function, inputs, quantizing, norm)
-    if call.listener is Listener.OVERRIDE:
-        return call.handed_over()
-    center, between, residual_out = flags.center, flags.out_dtype, quantizing.residual_out
-    check_operands(x, residual, None if center else weight, None, residual_out, in_memory=call.in_memory)
-    if center:
-        check_affine(x, weight, bias, in_memory=call.in_memory)
-    check_between(between, x)
-    call.check(x)
-    found = call.in_one_operator()
-    if found is None and call.in_memory and (between is None or quantizing.normed_out is None):
-        found = execute.quantize(x, quantizing, norm)
-    if found is not None:
-        return found
-    given: dict[str, Any] = {"weight": weight, "bias": bias, "out_dtype": between, "eps": flags.eps}
-    given |= {"weight_offset": flags.weight_offset, "round_norm": flags.round_norm}
-    if residual is None:
-        return call.of_rows((layer_norm if center else rms_norm)(x, **given))
-    given |= {"round_sum": flags.round_sum, "residual_dtype": flags.residual_dtype, "residual_out": residual_out}
-    y, total = (fused_add_layer_norm if center else fused_add_rms_norm)(x, residual, **given)
-    return *call.of_rows(y), total
+    return _RELU2(
+        "relu2_quant", z=z, quantization=quantization, scale=scale, zero_point=zero_point, between=between, out=out,
+        scale_out=scale_out, zero_point_out=zero_point_out,
+    )  # fmt: skip
 
 
 def _laid_out(of_groups: Tensor, quantization: Quantization) -> Tensor:
@@ -534,6 +641,6 @@ def _laid_out(of_groups: Tensor, quantization: Quantization) -> Tensor:
         return of_groups
 
     def formula(found: Tensor) -> tuple[Tensor]:
-        return (execute.laid_out(found.shape, found.dtype, found, quantization).copy_(found),)
+        return (engine.laid_out(found.shape, found.dtype, found, quantization).copy_(found),)
 
     return cast(Tensor, dtensor_bridge.on_rows(formula, (of_groups,))[0])

@@ -61,7 +61,11 @@ def _normalised_and_rotated(
     return of(q, q_weight), of(k, k_weight)
 
 
-_TABLES = (Operand("cos", Role.TABLE), Operand("sin", Role.TABLE), Operand("positions", Role.POSITIONS, optional=True))
+_TABLES = (
+    Operand("cos", Role.TABLE),
+    Operand("sin", Role.TABLE),
+    Operand("positions", Role.POSITIONS, optional=True, listed=False),
+)
 _KERNEL = Kernel("rotate", "rotate", run=engine.forward)
 
 _ROTATE = Composition(
@@ -163,15 +167,9 @@ def rotate(
         if result is not None:
             return result
     return _ROTATE(
-        "rotate",
-        x=x,
-        cos=cos,
-        sin=sin,
-        positions=positions,
-        interleaved=interleaved,
-        round_products=round_products,
+        "rotate", x=x, cos=cos, sin=sin, positions=positions, interleaved=interleaved, round_products=round_products,
         out=out,
-    )
+    )  # fmt: skip
 
 
 @_QK_NORM_ROPE.public
@@ -235,24 +233,10 @@ def qk_norm_rope(
         if result is not None:
             return result
     return _QK_NORM_ROPE(
-        "qk_norm_rope",
-        q=q,
-        k=k,
-        q_weight=q_weight,
-        k_weight=k_weight,
-        cos=cos,
-        sin=sin,
-        positions=positions,
-        eps=eps,
-        norm=norm,
-        interleaved=interleaved,
-        round_products=round_products,
-        between=between,
-        weight_offset=weight_offset,
-        round_norm=round_norm,
-        q_out=q_out,
-        k_out=k_out,
-    )
+        "qk_norm_rope", q=q, k=k, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin, positions=positions,
+        eps=eps, norm=norm, interleaved=interleaved, round_products=round_products, between=between,
+        weight_offset=weight_offset, round_norm=round_norm, q_out=q_out, k_out=k_out,
+    )  # fmt: skip
 
 
 @_QK_NORM_ROPE.public
@@ -294,19 +278,7 @@ def qk_norm_rope_(
         if result is not None:
             return result
     return _QK_NORM_ROPE(
-        "qk_norm_rope_",
-        q=q,
-        k=k,
-        q_weight=q_weight,
-        k_weight=k_weight,
-        cos=cos,
-        sin=sin,
-        positions=positions,
-        eps=eps,
-        norm=norm,
-        interleaved=interleaved,
-        round_products=round_products,
-        between=between,
-        weight_offset=weight_offset,
-        round_norm=round_norm,
-    )
+        "qk_norm_rope_", q=q, k=k, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin, positions=positions,
+        eps=eps, norm=norm, interleaved=interleaved, round_products=round_products, between=between,
+        weight_offset=weight_offset, round_norm=round_norm,
+    )  # fmt: skip

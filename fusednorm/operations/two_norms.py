@@ -2,28 +2,164 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, cast
+
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from fusednorm.calls.call import Before, Flags, NormCall
-from fusednorm.calls.checks import refuse_type
+from fusednorm.calls.call import Before, Flags, accumulator
+from fusednorm.calls.checks import check_between, check_flags, check_operands, refuse_type
 from fusednorm.calls.fast_path import Entry
-from fusednorm.operations.norm import beyond_fast_path
-
-rms_norm_add_on_fast_path = Entry(
-    "two_norms",
-    "x residual weight eps between weight_offset round_norm residual_out residual_dtype",
-    returned=1,
-    constants={"next_norm": False},
-).of("rms_norm_add")
-rms_norm_add_rms_norm_on_fast_path = Entry(
-    "two_norms",
-    "x residual weight next_weight eps next_eps between weight_offset round_sum round_norm "
-    "out residual_out out_dtype residual_dtype",
-).of("rms_norm_add_rms_norm")
+from fusednorm.calls.scalars import number
+from fusednorm.declare.declaration import Declaration, Kernel, Operand, Result, Role
+from fusednorm.declare.plan import Plan
+from fusednorm.engine import execute
+from fusednorm.operations.composition import Composition
+from fusednorm.operations.front_door import Asked
+from fusednorm.operations.norm import norm_within
+from fusednorm.torch_ops import steps
 
 
+def _before_and_after(operands: Mapping[str, Any], flags: Mapping[str, Any]) -> tuple[Before, Flags]:
+    """The first norm, and the flags of the second one, or of the addition."""
+    followed = "next_weight" in operands
+    after = flags["next_eps"] if followed and flags["next_eps"] is not None else flags["eps"]
+    asked = Flags(
+        after,
+        flags["weight_offset"],
+        flags.get("round_sum", True),
+        flags["round_norm"],
+        flags.get("out_dtype"),
+        flags["residual_dtype"],
+    )
+    return Before(operands["weight"], flags["eps"], flags["between"], followed), asked
+
+
+def _run(
+    plan: Plan, operands: Mapping[str, Any], flags: Mapping[str, Any], outputs: Mapping[str, Tensor], keep: bool
+) -> tuple[Tensor, ...]:
+    """As :func:`fusednorm.engine.run.forward`: by one call of a backend, or by operations that it takes."""
+    before, asked = _before_and_after(operands, flags)
+    y, total = execute.norm_of_checked(
+        operands["x"],
+        operands["residual"],
+        operands.get("next_weight"),
+        asked,
+        outputs.get("out"),
+        outputs.get("residual_out"),
+        before=before,
+    )
+    return (y, total) if before.followed else (total,)
+
+
+def _normed(x: Tensor, weight: Tensor | None, flags: Mapping[str, Any]) -> Tensor:
+    found: Tensor = norm_within(
+        x,
+        None,
+        weight,
+        flags["eps"],
+        weight_offset=flags["weight_offset"],
+        round_norm=flags["round_norm"],
+        out_dtype=flags["between"],
+    )
+    return found
+
+
+def _added(x: Tensor, residual: Tensor, weight: Tensor | None, **flags: Any) -> tuple[Tensor]:
+    return (steps.add(_normed(x, weight, flags), residual, flags["residual_dtype"] or residual.dtype),)
+
+
+def _normed_again(
+    x: Tensor, residual: Tensor, weight: Tensor | None, next_weight: Tensor | None, **flags: Any
+) -> tuple[Tensor, Tensor]:
+    eps = flags["eps"] if flags["next_eps"] is None else flags["next_eps"]
+    found = norm_within(
+        _normed(x, weight, flags),
+        residual,
+        next_weight,
+        eps,
+        weight_offset=flags["weight_offset"],
+        round_sum=flags["round_sum"],
+        round_norm=flags["round_norm"],
+        out_dtype=flags["out_dtype"] or x.dtype,
+        residual_dtype=flags["residual_dtype"],
+    )
+    return cast("tuple[Tensor, Tensor]", found)
+
+
+class _TwoNorms(Composition):
+    """Outputs may be x or the residual, and kernels write in them."""
+
+    def checked(self, asked: Asked) -> Mapping[str, Any]:
+        """The flags, numbers rounded; the dtype of the rows is that of the memory given for them."""
+        operands, flags, in_memory = asked.operands, asked.flags, asked.in_memory
+        x, residual, weight, next_weight = map(cast(Any, operands.get), ("x", "residual", "weight", "next_weight"))
+        out, residual_out = map(asked.outputs.get, ("out", "residual_out"))
+        check_operands(x, residual, next_weight, out, residual_out, in_memory=in_memory, weight_name="next_weight")
+        check_operands(x, None, weight, None, None, in_memory=in_memory)
+        check_between(flags["between"], x)
+        if flags.get("next_eps") is not None:
+            number("next_eps", flags["next_eps"], torch.float64)  # its name here; it is rounded with the other flags
+        found = check_flags(_before_and_after(operands, flags)[1], x, residual, out, residual_out)
+        if asked.outputs and in_memory:
+            execute.check_given(x, residual, out, residual_out, {"weight": weight, "next_weight": next_weight})
+        flags = {
+            **flags,
+            "eps": number("eps", flags["eps"], accumulator(x.dtype)),
+            "weight_offset": found.weight_offset,
+        }
+        if "next_eps" in flags:
+            flags |= {"next_eps": found.eps, "out_dtype": flags["out_dtype"] if out is None else out.dtype}
+        return flags
+
+
+_OPERANDS = (Operand("x"), Operand("residual"), Operand("weight", Role.WEIGHT, optional=True))
+_SUM = Result("residual_out", dtype="residual_dtype", like="residual", overwrites="residual")
+_FLAGS = {"eps": 1e-6, "between": None, "weight_offset": 0.0, "round_norm": False, "residual_dtype": None}
+_KERNEL = Kernel("norm_before_add", "norm_before_add", run=_run)
+
+_NORM_ADD = _TwoNorms(
+    Declaration(
+        "rms_norm_add",
+        operands=_OPERANDS,
+        results=(_SUM,),
+        flags=_FLAGS,
+        formula=_added,
+        kernel=_KERNEL,
+    ),
+    "norm, add",
+)
+rms_norm_add_on_fast_path = _NORM_ADD.open(
+    Entry(
+        "two_norms",
+        "x residual weight eps between weight_offset round_norm residual_out residual_dtype",
+        returned=1,
+        constants={"next_norm": False},
+    )
+)
+_NORM_ADD_NORM = _TwoNorms(
+    Declaration(
+        "rms_norm_add_rms_norm",
+        operands=(*_OPERANDS, Operand("next_weight", Role.WEIGHT, optional=True)),
+        results=(Result(dtype="out_dtype", overwrites="x"), _SUM._replace(of=("x", "residual", "weight"))),
+        flags={**_FLAGS, "next_eps": float, "round_sum": True, "out_dtype": None},
+        formula=_normed_again,
+        kernel=_KERNEL,
+    ),
+    "norm, add, norm",
+)
+rms_norm_add_rms_norm_on_fast_path = _NORM_ADD_NORM.open(
+    Entry(
+        "two_norms",
+        "x residual weight next_weight eps next_eps between weight_offset round_sum round_norm "
+        "out residual_out out_dtype residual_dtype",
+    )
+)
+
+
+@_NORM_ADD_NORM.public
 def rms_norm_add_rms_norm(
     x: Tensor,
     residual: Tensor,
@@ -81,15 +217,14 @@ def rms_norm_add_rms_norm(
         )  # fmt: skip
         if result is not None:
             return result
-    flags = Flags(
-        eps if next_eps is None else next_eps, weight_offset, round_sum, round_norm, out_dtype, residual_dtype
-    )
-    before = Before(weight, eps, between, True)
-    return beyond_fast_path(
-        NormCall(rms_norm_add_rms_norm, x, residual, next_weight, flags, out, residual_out, before=before)
-    )
+    return _NORM_ADD_NORM(
+        "rms_norm_add_rms_norm", x=x, residual=residual, weight=weight, next_weight=next_weight, eps=eps,
+        next_eps=next_eps, between=between, weight_offset=weight_offset, round_sum=round_sum, round_norm=round_norm,
+        out=out, residual_out=residual_out, out_dtype=out_dtype, residual_dtype=residual_dtype,
+    )  # fmt: skip
 
 
+@_NORM_ADD_NORM.public
 def rms_norm_add_rms_norm_(
     x: Tensor,
     residual: Tensor,
@@ -122,13 +257,13 @@ def rms_norm_add_rms_norm_(
         )
         if result is not None:
             return result
-    flags = Flags(eps if next_eps is None else next_eps, weight_offset, round_sum, round_norm)
-    before = Before(weight, eps, between, True)
-    return beyond_fast_path(
-        NormCall(rms_norm_add_rms_norm_, x, residual, next_weight, flags, x, residual, before=before)
-    )
+    return _NORM_ADD_NORM(
+        "rms_norm_add_rms_norm_", x=x, residual=residual, weight=weight, next_weight=next_weight, eps=eps,
+        next_eps=next_eps, between=between, weight_offset=weight_offset, round_sum=round_sum, round_norm=round_norm,
+    )  # fmt: skip
 
 
+@_NORM_ADD.public
 def rms_norm_add(
     x: Tensor,
     residual: Tensor,
@@ -174,11 +309,13 @@ def rms_norm_add(
         )
         if result is not None:
             return result
-    flags = Flags(eps, weight_offset, True, round_norm, residual_dtype=residual_dtype)
-    before = Before(weight, eps, between, False)
-    return beyond_fast_path(NormCall(rms_norm_add, x, residual, None, flags, None, residual_out, before=before))
+    return _NORM_ADD(
+        "rms_norm_add", x=x, residual=residual, weight=weight, eps=eps, between=between, weight_offset=weight_offset,
+        round_norm=round_norm, residual_out=residual_out, residual_dtype=residual_dtype,
+    )  # fmt: skip
 
 
+@_NORM_ADD.public
 def rms_norm_add_(
     x: Tensor,
     residual: Tensor,
@@ -209,6 +346,7 @@ def rms_norm_add_(
         )
         if result is not None:
             return result
-    flags = Flags(eps, weight_offset, True, round_norm)
-    before = Before(weight, eps, between, False)
-    return beyond_fast_path(NormCall(rms_norm_add_, x, residual, None, flags, None, residual, before=before))
+    return _NORM_ADD(
+        "rms_norm_add_", x=x, residual=residual, weight=weight, eps=eps, between=between,
+        weight_offset=weight_offset, round_norm=round_norm,
+    )  # fmt: skip

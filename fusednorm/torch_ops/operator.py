@@ -197,12 +197,18 @@ class Operator:
             found = _several(getattr(ops, f"{declaration.name}_backward")(*incoming, *saved, *asked, needs))
         else:
             dtensor_bridge.check_kept(incoming, saved)
-            with with_request(ctx.request):
-                found = self.run_gradient(dict(zip(plan.of_backward, (*incoming, *saved, *asked), strict=True)), needs)
+            found = self.as_requested(ctx, dict(zip(plan.of_backward, (*incoming, *saved, *asked), strict=True)), needs)
         gradients: list[Tensor | None] = [None] * self.count
         for place, need, gradient in zip(plan.places, needs, found, strict=True):
             gradients[place] = gradient if need else None
         return tuple(gradients)
+
+    def as_requested(self, ctx: Any, given: Mapping[str, Any], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+        """The gradients, by the backends that were requested in the forward pass."""
+        if ctx.request == request():
+            return self.run_gradient(given, needs)
+        with with_request(ctx.request):
+            return self.run_gradient(given, needs)
 
     def every(self, incoming: Sequence[Tensor | None], operands: Operands, flags: Flags) -> list[Tensor]:
         """The incoming gradients of the results that are returned, with zeros where there are none."""

@@ -46,8 +46,7 @@ def _run_gate(operands: Operands, flags: Flags) -> tuple[Tensor]:
 
 
 def _run_gate_backward(given: Mapping[str, Any], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    backend = gates.backend_for(given["y"], "gate_backward", given)
-    return gates.backward(backend, given["d"], (given["y"], given["z"]), given, needs)
+    return gates.backward(given["d"], (given["y"], given["z"]), given, needs)
 
 
 def _check_gate(y: Tensor, z: Tensor, activation: str, between: torch.dtype | None, **flags: Any) -> Mapping[str, Any]:
