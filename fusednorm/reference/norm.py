@@ -15,8 +15,6 @@ from fusednorm.calls.call import accumulator
 from fusednorm.calls.forward_mode import outer_levels, primals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
     from fusednorm.calls.call import Backward, Flags, Forward
@@ -186,23 +184,15 @@ def mean_of(value: Tensor) -> Tensor:
     return divided(treesum(value), value.shape[-1])
 
 
-def rstd_of(h: Tensor, eps: float, mean_of: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """``rstd`` of the specification, ``1 / sqrt(mean(h^2) + eps)``, for the rows of h, with derivatives.
+def rstd_of(h: Tensor, eps: float) -> Tensor:
+    """``rstd`` of the specification, ``1 / sqrt(mean(h^2) + eps)``, for the rows of h.
 
-    They are operations that can be differentiated again. Rows in parts, whose means ``mean_of`` gives, have none.
+    Its derivatives are operations that can be differentiated again.
     """
-    if mean_of is not None:
-        return _rstd(before_integers(h, "rstd_of with whole rows"), eps, mean_of)
     return Rstd.apply(h, eps)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _rstd(h: Tensor, eps: float, mean_of: Callable[[Tensor], Tensor]) -> Tensor:
-    mean = mean_of(h * h)
-    r = square_root(mean + constant(eps, mean))
-    return torch.ones_like(r) / r
-
-
-def centered(h: Tensor, mean_of: Callable[[Tensor], Tensor] = mean_of) -> Tensor:
+def centered(h: Tensor) -> Tensor:
     """The rows of h less their means, of which none is -0: the sum of a row of -0 is, but for padding."""
     return h - (mean_of(h) + 0.0).unsqueeze(-1)
 
@@ -213,7 +203,9 @@ class Rstd(torch.autograd.Function):
     @staticmethod
     def forward(h: Tensor, eps: float) -> Tensor:
         """``h`` is [..., N] of the accumulator type; the result is [...]."""
-        return _rstd(h, eps, mean_of)
+        mean = mean_of(h * h)
+        r = square_root(mean + constant(eps, mean))
+        return torch.ones_like(r) / r
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -457,26 +449,16 @@ def gradients(
     xhat = normalised(h, rstd, center)
     dx = dresidual = dweight = None
     if needs[0] or needs[1]:
-        dh = gradient_of_row(d if g is None else d * g, d_residual_out, xhat, rstd, center)
+        wdy = d if g is None else d * g
+        c = mean_of(wdy * xhat).unsqueeze(-1)
+        dh = ((centered(wdy) if center else wdy) - xhat * c) * rstd.unsqueeze(-1)
+        if d_residual_out is not None:
+            dh = dh + d_residual_out.to(dtype)
         dx = rounded(dh, x_dtype) if needs[0] else None
         dresidual = rounded(dh, residual_dtype) if needs[1] and residual_dtype is not None else None
     if needs[2] and weight is not None:
         dweight = rounded(rowsum((d * xhat).reshape(-1, hidden)), weight.dtype)
     return dx, dresidual, dweight
-
-
-def gradient_of_row(
-    wdy: Tensor,
-    d_residual_out: Tensor | None,
-    xhat: Tensor,
-    rstd: Tensor,
-    center: bool,
-    mean_of: Callable[[Tensor], Tensor] = mean_of,
-) -> Tensor:
-    """``d`` of the specification, of the accumulator type, as ``wdy`` and ``xhat``; see :func:`gradients`."""
-    c = mean_of(wdy * xhat).unsqueeze(-1)
-    dh = ((centered(wdy, mean_of) if center else wdy) - xhat * c) * rstd.unsqueeze(-1)
-    return dh if d_residual_out is None else dh + d_residual_out.to(dh.dtype)
 
 
 def backward(call: Backward) -> None:

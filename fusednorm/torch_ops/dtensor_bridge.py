@@ -10,15 +10,13 @@ import torch
 from torch import Tensor
 
 from fusednorm.calls import checks, must_be_seen
-from fusednorm.calls.call import Flags
 from fusednorm.torch_ops.registered import ARGUMENTS
 
 
 class OfDTensors(NamedTuple):
-    """Functions for DTensors: those of ``sharding.py``, ``parts_of_rows.py`` and ``parts_of_logits.py``."""
+    """Functions for DTensors: those of ``sharding.py`` and ``parts_of_logits.py``."""
 
     on_rows: Callable[..., tuple[Tensor | None, ...]]
-    of_parts: Callable[..., Callable[[Flags], tuple[Tensor, Tensor | None]] | None]
     of_parts_of_logits: Callable[..., tuple[Tensor, ...] | None]
     parts_of_groups: Callable[..., Tensor]
 
@@ -78,18 +76,6 @@ def on_rows(
     if not all(map(_is_dtensor, [t for t in operands if t is not None])):  # torch refuses a mix in its own words
         return formula(*operands)
     return _for_dtensors().on_rows(formula, cast(Any, operands), whole, sums or {}, joined)
-
-
-def of_parts(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, flags: Flags
-) -> Callable[[Flags], tuple[Tensor, Tensor | None]] | None:
-    """(checked flags) -> both outputs of a norm of DTensors whose rows lie in parts, by an exchange of sums.
-
-    None for other tensors, and where it moves fewer bytes to join the rows.
-    """
-    if not all(map(_is_dtensor, [t for t in (x, residual, weight, bias) if t is not None])):
-        return None
-    return _for_dtensors().of_parts(cast(Any, x), residual, weight, bias, flags)
 
 
 def of_parts_of_logits(

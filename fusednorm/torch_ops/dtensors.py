@@ -10,11 +10,10 @@ from fusednorm.torch_ops import dtensor_bridge
 @functools.cache
 def _loaded() -> dtensor_bridge.OfDTensors:
     """The functions; the import also registers the rules of sharding."""
-    from fusednorm.torch_ops import parts_of_logits, parts_of_rows, sharding
+    from fusednorm.torch_ops import parts_of_logits, sharding
 
     return dtensor_bridge.OfDTensors(
         on_rows=sharding.on_rows,
-        of_parts=parts_of_rows.of_parts,
         of_parts_of_logits=parts_of_logits.of_parts,
         parts_of_groups=sharding.parts_of_groups,
     )

@@ -190,7 +190,7 @@ def of_parts(operator: Operator, operands: Mapping[str, Any], flags: Mapping[str
     if any(t is not None and t.device_mesh != logits.device_mesh for t in operands.values()):
         return None
     chosen = 0 if ids is None else ids.shape[-1] if ids.ndim == logits.ndim else 1
-    where = where_of([logits], (), 1 + (operator.declaration.name == _WITH_ENTROPY), others=1 + chosen)
+    where = where_of(logits, 1 + (operator.declaration.name == _WITH_ENTROPY), others=1 + chosen)
     if where is None:
         return None
     return _LogProbOfParts.apply(*operands.values(), flags, operator, where)  # type: ignore[no-any-return, no-untyped-call]

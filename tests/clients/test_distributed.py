@@ -445,7 +445,7 @@ MOVES = {
     "a pending residual": (Shard(0), Partial(), Replicate(), Shard(0), {"reduce_scatter_tensor": 1}),
     "parts of rows": (Shard(2), Replicate(), Replicate(), Replicate(), {"all_gather_into_tensor": 1}),
     "parts of rows, the residual's rows": (Shard(2), Shard(1), Replicate(), Shard(1), TO_OTHER_ROWS),
-    "parts of both": (Shard(2), Shard(2), Replicate(), Shard(2), {"all_gather_into_tensor": 1}),  # of sums
+    "parts of both": (Shard(2), Shard(2), Replicate(), Replicate(), {"all_gather_into_tensor": 2}),
     "batch and sequence": (Shard(0), Shard(1), Replicate(), Shard(0), TO_OTHER_ROWS),
     "one of both": (Replicate(), Shard(1), Replicate(), Shard(1), {}),
     "the other": (Shard(0), Replicate(), Replicate(), Shard(0), {}),
@@ -481,141 +481,7 @@ def test_what_cannot_stay_moves_to_the_rows(move):
         found = torch.autograd.grad(outputs, parts, incoming, retain_graph=True)
         where = rows if rows.is_shard() or not placements[0].is_shard() else placements[0]
         all_same(found[:2], expected_gradients[:2], [where])
-        assert found[2].placements == ((Replicate(),) if where == Shard(2) else shares([where]))
-
-
-#: Of a width of rows on two ranks and on four: boundaries at segments, inside of one, uneven parts, a rank without any.
-WIDTHS = (4096, 2048, 5000, 4097, 9)
-BF16_ROWS, MIXED = (BF16, F32, F16), (F16, BF16, F32)
-#: Dtypes of x, the residual, the weight and the bias; where the latter lie; flags.
-OF_PARTS = (
-    (BF16_ROWS, Replicate(), {}),
-    (BF16_ROWS, Shard(0), {"weight_offset": 1.0, "round_norm": True, "out_dtype": F32}),
-    (MIXED, Shard(0), {"round_sum": False, "residual_dtype": F16}),
-    ((F64, F64, F32), Replicate(), {"eps": 0.25}),
-)
-
-
-@on_ranks(2, 4)
-@pytest.mark.parametrize("added", [True, False], ids=["add", "norm"])
-@pytest.mark.parametrize("center", [False, True], ids=["rms", "layer"])
-@pytest.mark.parametrize("width", WIDTHS)
-def test_parts_of_rows_stay_where_they_are(width, center, added):
-    """Ranks exchange sums of segments: the bits of one process, forward and backward."""
-    function = {
-        (False, False): rms_norm, (False, True): fused_add_rms_norm,
-        (True, False): layer_norm, (True, True): fused_add_layer_norm,
-    }[center, added]  # fmt: skip
-    for dtypes, columns, flags in OF_PARTS:
-        x, residual, weight = operands(Case(6, width, *dtypes, seed=1))
-        dy, d_total, bias = operands(Case(6, width, dtypes[0], dtypes[1], dtypes[2], seed=2))
-        rows = [t.view(2, 3, width) for t in ((x, residual) if added else (x,))]
-        of_norm = {key: flag for key, flag in flags.items() if added or key not in ("round_sum", "residual_dtype")}
-
-        def call(*given, of_norm=of_norm):
-            found = function(*given[:-1], bias=given[-1], **of_norm)
-            return found if added else (found,)
-
-        full = [*rows, weight, bias]
-        given = [t.to(y.dtype).view(2, 3, width) for t, y in zip((dy, d_total), call(*full), strict=False)]
-        expected, wanted = of_one_process(call, full, given)
-        leaves = [placed(t, Shard(2) if t.ndim == 3 else columns, grad=True) for t in full]
-        outputs, forward = collectives(functools.partial(call, *leaves))
-        if outputs[0].placements == (Shard(2),):
-            assert forward == {"all_gather_into_tensor": 1 + center}
-        else:  # the count of bytes said so
-            parts = parts_of_rows.parts_of(width, dist.get_world_size())
-            wide = F64 if dtypes[0] == F64 else F32
-            assert not parts.moves_fewer_bytes(1 + center, wide, [t.dtype for t in rows])
-        all_same(outputs, expected)
-        incoming = [placed(t, Shard(2)) for t in given]
-        all_same(torch.autograd.grad(outputs, leaves, incoming), wanted)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("function", [fused_add_rms_norm, fused_add_layer_norm])
-def test_parts_of_rows_on_two_dimensions_of_ranks(function):
-    """Rows on one, their parts on the other; and rows of heads."""
-    width, where = 2100, mesh(2, 2)
-    for heads, data in ((False, Shard(0)), (True, Shard(0)), (True, Shard(1))):
-        x, residual, weight = operands(Case(12, width, BF16, F32, F32))
-        full = [x.view(2, 6, width), residual.view(2, 6, width), weight]
-        if heads:
-            full[2] = torch.stack([weight + k for k in range(6)])
-        incoming = [t.cos() for t in function(*full)]
-        expected, wanted = of_one_process(function, full, incoming)
-        for columns in (Replicate(), Shard(full[2].ndim - 1)):
-            leaves = [placed(t, data, Shard(2), where=where, grad=True) for t in full[:2]]
-            leaves.append(placed(full[2], Replicate(), columns, where=where, grad=True))
-            outputs = function(*leaves)
-            all_same(outputs, expected)
-            found = torch.autograd.grad(outputs, leaves, split(incoming, data, Shard(2), where=where))
-            all_same(found[:2], wanted[:2])
-            stays = not heads or data == Shard(0)
-            assert stays == (outputs[0].placements == (data, Shard(2)))
-            if stays:
-                assert found[2].placements == (Partial(), columns)
-                halves = []
-                for i in range(2):
-                    leaf = full[2].clone().requires_grad_()
-                    y = function(full[0][i : i + 1], full[1][i : i + 1], leaf)[0]
-                    halves += torch.autograd.grad(y, leaf, incoming[0][i : i + 1])
-                same(found[2], halves[0] + halves[1])
-
-
-@on_ranks(2, 4)
-@pytest.mark.parametrize("function", [fused_add_rms_norm, fused_add_layer_norm])
-def test_some_gradients_of_parts_of_rows(function):
-    """Of each output alone, of each operand alone, and those that are differentiated again."""
-    full = [t.to(F64) for t in operands(Case(4, 4096, F64, F64, F64))]
-    of_all = function(*full)
-    for needs, through in itertools.product(itertools.product((True, False), repeat=3), ([0], [1], [0, 1])):
-        if not any(needs) or (through != [0] and not any(needs[:2])):
-            continue
-        leaves = [t.clone().requires_grad_(need) for t, need in zip(full, needs, strict=True)]
-        parts = [placed(t, Shard(t.ndim - 1), grad=need) for t, need in zip(full, needs, strict=True)]
-        found = []
-        for given, place in ((leaves, lambda t: t), (parts, lambda t: placed(t, Shard(1)))):
-            outputs = function(*given)
-            found.append(
-                torch.autograd.grad(
-                    [outputs[i] for i in through],
-                    [t for t in given if t.requires_grad],
-                    [place(of_all[i].cos()) for i in through],
-                    allow_unused=True,
-                )
-            )
-        for wanted, actual in zip(*found, strict=True):
-            assert (actual is None) == (wanted is None)
-            if wanted is not None:
-                same(actual, wanted)
-    leaves, parts = [t.clone().requires_grad_() for t in full], [placed(t, Shard(t.ndim - 1), grad=True) for t in full]
-    first = [
-        torch.autograd.grad(function(*given), given, incoming, create_graph=True)
-        for given, incoming in ((leaves, of_all), (parts, [placed(t, Shard(1)) for t in of_all]))
-    ]
-    all_same(*reversed([[t.detach() for t in gradients] for gradients in first]))
-    second = [torch.autograd.grad([t.sum() for t in g], given) for g, given in zip(first, (leaves, parts), strict=True)]
-    for wanted, actual in zip(*second, strict=True):
-        same_numbers(actual, wanted)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("function", [fused_add_rms_norm, fused_add_layer_norm])
-def test_operands_that_lie_elsewhere_move_to_parts_of_rows(function):
-    """Pending sums, and rows that are everywhere: of operands and of incoming gradients."""
-    full = operands(Case(4, 4096, F32, F32, F32))
-    incoming = [t.cos() for t in function(*full)]
-    expected, wanted = of_one_process(function, full, incoming)
-    for elsewhere in (Partial(), Replicate()):
-        for places in ((Shard(1), elsewhere), (elsewhere, Shard(1))):
-            parts = [in_parts(t, p).requires_grad_() for t, p in zip(full, (*places, Replicate()), strict=True)]
-            outputs = function(*parts)
-            all_same(outputs, expected, [Shard(1)])
-            given = [in_parts(t, p) for t, p in zip(incoming, places, strict=True)]
-            found = torch.autograd.grad(outputs, parts, given)
-            all_same(found[:2], wanted[:2], [Shard(1)])
-            same(found[2], wanted[2], [Replicate()])
+        assert found[2].placements == shares([where])
 
 
 @on_ranks(2, 4)
@@ -628,8 +494,9 @@ def test_any_parts_of_rows_have_the_sum_of_whole_rows():
             cuts = sorted(torch.randint(0, size + 1, (ranks - 1,), generator=generator).tolist())
             parts = parts_of_rows.Parts((0, *cuts, size))
             terms = torch.randn(2, 3, size, generator=generator).exp() * torch.randn(size, generator=generator)
-            own = terms[..., parts.bounds[rank] : parts.bounds[rank + 1]]
-            found = parts_of_rows.exchanged_treesum(own, parts, everywhere(), 0)
+            pieces = [(terms[..., piece.start : piece.stop], piece) for piece in parts.pieces(rank)]
+            own = [terms[..., :0], *[parts_of_rows.numbers_of(*piece) for piece in pieces]]
+            found = parts_of_rows.exchanged_sum(torch.cat(own, -1), parts, everywhere(), 0)
             assert torch.equal(found, treesum(terms)), parts
 
 
@@ -728,7 +595,7 @@ def test_any_parts_of_a_vocabulary(name, backend):
         incoming = given_for(expected)
         [wanted] = torch.autograd.grad(expected, leaf, incoming)
         parts = parts_of_rows.Parts((0, *cuts[: ranks - 1], width))
-        where = parts_of_rows.Where(everywhere(), (Shard(2),), (Replicate(),), 0, parts)
+        where = parts_of_rows.Where(everywhere(), (Shard(2),), 0, parts)
         own = logits[..., parts.bounds[rank] : parts.bounds[rank + 1]]
         selecting = Selecting(ids) if name.startswith("selected") else Selecting()
         with fusednorm.use_backend(backend):
