@@ -58,29 +58,13 @@ template <class T> __device__ A number_at(const T* from, long long i) {
     else return 0;
 }
 
-// A polynomial of x, its coefficients from the constant on: Horner's rule for pairs of terms.
-template <int COUNT> __device__ A polynomial(A x, A square, const A (&c)[COUNT]) {
-    A p = COUNT % 2 ? c[COUNT - 1] : pair(x, c[COUNT - 2], c[COUNT - 1]);
-#pragma unroll
-    for (int i = COUNT - 4 + COUNT % 2; i >= 0; i -= 2) p = square * p + pair(x, c[i], c[i + 1]);
-    return p;
-}
-
 // log(x), for an x from 1 to 2^31.
 __device__ inline A logarithm(A x) {
-    constexpr Whole ROOT = IN_F64 ? 0x3fe6a09e667f3bcd : 0x3f3504f3;
     const Whole beyond = bits_of(x) - ROOT;
     const A k = (A)(IN_F64 ? (long long)beyond >> MANTISSA : (int)beyond >> MANTISSA);
     const A f = number_of_bits((beyond & (((Whole)1 << MANTISSA) - 1)) + ROOT) - 1;
     const A quotient = f / (f + 2), half = f * f * (A)0.5, z = quotient * quotient;
-    A p;
-    if constexpr (IN_F64) {
-        p = polynomial<7>(z, z * z, {
-            0x1.5555555555558p-1, 0x1.99999999952e2p-2, 0x1.2492492df148dp-2, 0x1.c71c62e5800a1p-3,
-            0x1.7462b4ab2ef6bp-3, 0x1.39fe606542ddep-3, 0x1.2b584aae78a57p-3});
-    } else {
-        p = polynomial<3>(z, z * z, {0x1.55555cp-1f, 0x1.997c3p-2f, 0x1.2ee61p-2f});
-    }
+    const A p = POLYNOMIAL(LOGARITHM, z, z * z);
     return k * LN2_HIGH + (f - (half - ((half + p * z) * quotient + k * LN2_LOW))) + (x - x);
 }
 
@@ -89,18 +73,8 @@ __device__ inline A tangent(A x) {
     constexpr Whole SIGN = (Whole)1 << (8 * sizeof(A) - 1);
     const Whole sign = bits_of(x) & SIGN;
     const A a = number_of_bits(bits_of(x) ^ sign), t = a * a;
-    A p;
-    if constexpr (IN_F64) {
-        p = polynomial<13>(t, t * t, {
-            -0x1.5555555555555p-2, 0x1.111111111101fp-3, -0x1.ba1ba1ba03fdep-5, 0x1.664f487b7c37ep-6,
-            -0x1.226e3434333f1p-7, 0x1.d6d397c6172ccp-9, -0x1.7d9fdd51d36fap-10, 0x1.353280941795ap-11,
-            -0x1.f351c7b8d9d91p-13, 0x1.8b4d9f3447ab6p-14, -0x1.215cdb73c8b35p-15, 0x1.51282042d0b9ap-17,
-            -0x1.b87709c583a0fp-20});
-    } else {
-        p = polynomial<6>(t, t * t, {
-            -0x1.555554p-2f, 0x1.111042p-3f, -0x1.b9d7aep-5f, 0x1.622538p-6f, -0x1.03f99ap-7f, 0x1.f4908ap-10f});
-    }
-    const A high = 1 - 2 / (exponential(2 * no_more(a, IN_F64 ? 20 : 10)).normal() + 1);
+    const A p = POLYNOMIAL(TANGENT, t, t * t);
+    const A high = 1 - 2 / (exponential(2 * no_more(a, FLAT)).normal() + 1);
     return number_of_bits(bits_of(a < (A)0.75 ? p * t * a + a : high) | sign);
 }
 

@@ -18,9 +18,10 @@ from onnxscript import opset18 as op
 from onnxscript import opset23 as op23
 
 from fusednorm.calls.call import Flags, GateSteps
+from fusednorm.calls.function_constants import NORMALS, SCHEMES, TANGENTS
 from fusednorm.calls.quantization import MOST, Quantization
 from fusednorm.onnx_limits import OPSET, UntranslatedError
-from fusednorm.reference.activations import INNER, NORMALS, OUTER, SCHEMES, TANGENTS
+from fusednorm.reference.activations import INNER, OUTER
 from fusednorm.reference.norm import SEGMENT
 
 _F32, _F64, _I32, _I64 = (getattr(ir.DataType, name) for name in ("FLOAT", "DOUBLE", "INT32", "INT64"))

@@ -1,6 +1,6 @@
 /*
  * The functions of gates as docs/spec.md, section 10, defines them, and their slopes. gate_body.h includes this file once for
- * each type, with the constants of tests/exponential.py, gaussian.py and tangent.py: REAL is the type, WHOLE an unsigned
+ * each type, with the constants of function_constants.h: REAL is the type, WHOLE an unsigned
  * integer of its size, and OF gives a name its suffix; these three end with the file. All of it is plain C on one element,
  * which compilers turn into vectors.
  */

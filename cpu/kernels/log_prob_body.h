@@ -155,18 +155,12 @@ static FN_NOINLINE void exponentials_double(const double *restrict t, double m, 
 #define OF(name) name##_float
 #define PLACE int32_t
 #define LEAST_PLACE INT32_MIN
-static const int32_t root_float = 0x3f3504f3;
-static const float logarithm_float[] = {0x1.55555cp-1f, 0x1.997c3p-2f, 0x1.2ee61p-2f};
 #include "kernels/log_prob_rows.h"
 
 #define REAL double
 #define OF(name) name##_double
 #define PLACE int64_t
 #define LEAST_PLACE INT64_MIN
-static const int64_t root_double = 0x3fe6a09e667f3bcd;
-static const double logarithm_double[] = {
-    0x1.5555555555558p-1, 0x1.99999999952e2p-2, 0x1.2492492df148dp-2, 0x1.c71c62e5800a1p-3,
-    0x1.7462b4ab2ef6bp-3, 0x1.39fe606542ddep-3, 0x1.2b584aae78a57p-3};
 #include "kernels/log_prob_rows.h"
 
 static void log_prob_row(const struct fn_declared *job, int64_t m, const struct fn_row_work *work) {

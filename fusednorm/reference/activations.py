@@ -1,7 +1,6 @@
 """Gates in plain torch operations: docs/spec.md, section 10. Every backend must return these bits.
 
 Where a docstring says "in the accumulator type", a function takes float32 or float64, and computes in it.
-``tests/exponential.py``, ``tests/gaussian.py`` and ``tests/tangent.py`` compute the constants.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import torch
 
 from fusednorm.calls.call import GateSteps, accumulator
 from fusednorm.calls.forward_mode import outer_levels, primals
+from fusednorm.calls.function_constants import NORMALS, SCHEMES, TANGENTS
 from fusednorm.reference.norm import at_least, before_integers, constant, rounded, widened, within
 
 if TYPE_CHECKING:
@@ -22,113 +22,6 @@ if TYPE_CHECKING:
 OUTER, INNER, SLOPE = 1.5957691216057308, 0.044715, 0.134145
 #: Beyond it a gelu_tanh is z or 0, and its derivative 1 or 0.
 FLAT = 64.0
-
-
-class Scheme(NamedTuple):
-    """The constants of the exponential for one type."""
-
-    whole: torch.dtype
-    mantissa: int
-    bias: int
-    #: From here down exp is 0, and from `greatest` up infinite.
-    least: float
-    greatest: float
-    #: Below it the sigmoid is the exponential itself.
-    low: float
-    #: Adding it rounds to a whole number, which then stands in the last bits.
-    rounder: float
-    log2_e: float
-    ln2_high: float
-    ln2_low: float
-    coefficients: tuple[float, ...]
-
-
-SCHEMES = {
-    torch.float32: Scheme(
-        *(torch.int32, 23, 127, -110.0, 89.0, -80.0, 1.5 * 2.0**23),
-        *(1.4426950216293335, 0.693145751953125, 1.428606765330187e-06),
-        (
-            *(0.5, 0.16666647791862488, 0.041666481643915176),
-            *(0.008337817154824734, 0.0013933278387412429, 0.00017366002430208027),
-        ),
-    ),
-    torch.float64: Scheme(
-        *(torch.int64, 52, 1023, -760.0, 710.0, -680.0, 1.5 * 2.0**52),
-        *(1.4426950408889634, 0.6931471805598903, 5.497923018708371e-14),
-        (
-            *(0.5, 0.16666666666666669, 0.04166666666666668, 0.00833333333333214, 0.0013888888888877072),
-            *(0.00019841269845288366, 2.4801587341355542e-05, 2.7557313100394887e-06, 2.7557258593055556e-07),
-            *(2.5056429617706943e-08, 2.091968294911386e-09, 1.491964640100774e-10),
-        ),
-    ),
-}
-
-
-class Normal(NamedTuple):
-    """The constants of gelu for one type."""
-
-    #: Beyond this magnitude, it is z or 0.
-    reach: float
-    #: 1 / sqrt(2 pi).
-    density: float
-    #: Of the quotient of two polynomials of |z|.
-    numerator: tuple[float, ...]
-    denominator: tuple[float, ...]
-
-
-NORMALS = {
-    torch.float32: Normal(
-        *(13.1875, 0.3989422917366028),
-        (0.5, 0.4344722628593445, 0.18036708235740662, 0.03965581953525543, 0.003968221601098776),
-        (
-            *(1.0, 1.6668293476104736, 1.1906683444976807, 0.46188998222351074, 0.09941001981496811),
-            0.009946707636117935,
-        ),
-    ),
-    torch.float64: Normal(
-        *(37.625, 0.3989422804014327),
-        (
-            *(0.5, 0.8253616207861859, 0.6755566520260075, 0.3541806732522092, 0.13047609946234864),
-            0.03512706308443425,
-            *(0.00698927772895675, 0.001016020721246223, 0.00010365061009751435, 6.746471743170718e-06),
-            2.1527528524460769e-07,
-        ),
-        (
-            *(1.0, 2.4486078023752373, 2.8048196650286474, 1.9879412721470942, 0.9709254688978015, 0.3440603623654912),
-            *(0.09056345433009885, 0.017778255484259146, 0.0025636971645432434, 0.00026035316506638743),
-            *(1.691089682546533e-05, 5.396151168232371e-07),
-        ),
-    ),
-}
-
-
-class Tangent(NamedTuple):
-    """The constants of tanh for one type."""
-
-    #: From here on, it is 1.
-    flat: float
-    #: Of a polynomial of the square, below 3/4.
-    tangent: tuple[float, ...]
-
-
-TANGENTS = {
-    torch.float32: Tangent(
-        10.0,
-        (
-            *(-0.3333333134651184, 0.1333317905664444, -0.05393585190176964, 0.021615318953990936),
-            *(-0.00793380755931139, 0.0019095024326816201),
-        ),
-    ),
-    torch.float64: Tangent(
-        20.0,
-        (
-            *(-0.3333333333333333, 0.13333333333332661, -0.05396825396758208, 0.021869488509711037),
-            *(-0.008863234987439102, 0.0035921213885060418, -0.0014557818253310693, 0.0005897469986953327),
-            *(-0.00023809406936979282, 9.42476297649358e-05, -3.449472469998217e-05, 1.0048053928129499e-05),
-            -1.6408599646831444e-06,
-        ),
-    ),
-}
 
 
 def polynomial(x: Tensor, square: Tensor, coefficients: Sequence[float]) -> Tensor:

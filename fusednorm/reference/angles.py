@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from fusednorm.calls.arithmetic import exact
-from fusednorm.reference.activations import SCHEMES, exponential
+from fusednorm.calls.function_constants import SCHEMES
+from fusednorm.reference.activations import exponential
 from fusednorm.reference.log_prob import logarithm
 from fusednorm.reference.norm import before_integers, constant, rounded
 

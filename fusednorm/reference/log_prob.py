@@ -1,7 +1,4 @@
-"""Log-probabilities in plain torch operations: docs/spec.md, section 11. Every backend must return these bits.
-
-``tests/logarithm.py`` computes the constants.
-"""
+"""Log-probabilities in plain torch operations: docs/spec.md, section 11. Every backend must return these bits."""
 
 from __future__ import annotations
 
@@ -12,33 +9,14 @@ import torch
 
 from fusednorm.calls.call import accumulator
 from fusednorm.calls.forward_mode import outer_levels, primals
+from fusednorm.calls.function_constants import LOGARITHMS, SCHEMES
 from fusednorm.reference import activations
-from fusednorm.reference.activations import SCHEMES, polynomial
+from fusednorm.reference.activations import polynomial
 from fusednorm.reference.norm import before_integers, in_order, rounded, treesum
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-
-class Logarithm(NamedTuple):
-    """The constants of the logarithm for one type, beside those of the exponential."""
-
-    #: The bits of the square root of 1/2, from which on a mantissa is taken.
-    root: int
-    #: Of a polynomial of the square of f / (2 + f).
-    coefficients: tuple[float, ...]
-
-
-LOGARITHMS = {
-    torch.float32: Logarithm(0x3F3504F3, (0.6666668653488159, 0.3998878002166748, 0.29579949378967285)),
-    torch.float64: Logarithm(
-        0x3FE6A09E667F3BCD,
-        (
-            *(0.666666666666667, 0.39999999999899505, 0.28571428625975487, 0.2222221113479508),
-            *(0.18182889125261723, 0.15331721600556042, 0.14616449685043406),
-        ),
-    ),
-}
 
 #: Rows are taken in blocks of about so many elements, so that no second tensor of all rows is made.
 BLOCK = 1 << 20

@@ -14,7 +14,7 @@ import torch
 import fusednorm
 from fusednorm import BackendError, fused_add_rms_norm, rms_norm
 from fusednorm.backends import cpu
-from fusednorm.calls import c_abi, c_enums, c_kinds, c_quantizer
+from fusednorm.calls import c_abi, c_enums, c_kinds, c_quantizer, function_constants
 from fusednorm.calls.call import Backward, Forward, RMSNorm
 from fusednorm.conformance.cases import (
     BF16,
@@ -343,9 +343,12 @@ def test_c_has_the_fields_that_python_packs(name, formats):
 
 
 def test_c_has_the_numbers_of_python():
-    """Fails where the header was not printed again."""
-    header = Path(__file__).parents[2] / "cpu" / "abi" / "enums.h"
-    assert header.read_text(encoding="utf-8") == c_enums.header()
+    """Fails where a header was not printed again."""
+    printed = {"cpu/abi/enums.h": c_enums.header()}
+    printed["cpu/kernels/function_constants.h"] = function_constants.c_header()
+    printed["csrc/function_constants.cuh"] = function_constants.cuda_header()
+    for header, text in printed.items():
+        assert (Path(__file__).parents[2] / header).read_text(encoding="utf-8") == text, header
 
 
 def packed_operands(found):

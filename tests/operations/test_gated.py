@@ -16,6 +16,7 @@ import fusednorm
 from fusednorm import gate, gate_, silu_and_mul, softcap
 from fusednorm.backends import cpu
 from fusednorm.calls import fast_path
+from fusednorm.calls import function_constants as constants
 from fusednorm.calls.c_abi import steps_in_c
 from fusednorm.calls.c_kinds import KINDS
 from fusednorm.calls.call import ACTIVATIONS, GateSteps
@@ -38,7 +39,7 @@ def test_constants_are_those_of_the_script(script, name):
     """In the reference, in C and in the specification."""
     found = script.constants(*script.TYPES[name])
     found.pop("error")
-    schemes = {exponential: activations.SCHEMES, gaussian: activations.NORMALS, tangent: activations.TANGENTS}
+    schemes = {exponential: constants.SCHEMES, gaussian: constants.NORMALS, tangent: constants.TANGENTS}
     scheme = schemes[script][getattr(torch, name)]
     assert {key: getattr(scheme, key) for key in found} == found
     wanted = {number for value in found.values() for number in (value if isinstance(value, tuple) else (value,))}

@@ -1,15 +1,27 @@
-"""Gates in Triton: their functions as docs/spec.md, section 10, defines them, and the kernels of gates.
-
-``tests/exponential.py`` and ``tests/gaussian.py`` compute the constants.
-"""
+"""Gates in Triton: their functions as docs/spec.md, section 10, defines them, and the kernels of gates."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
 from fusednorm.backends.triton.kernels.numbers import narrowed, quotient, rows_at, widened
 from fusednorm.backends.triton.kernels.tiles import inside_of, loaded, store
+from fusednorm.calls.function_constants import NORMALS, SCHEMES
+
+# Kernels take numbers of modules where these are constants of Triton's.
+_F32, _F64 = SCHEMES[torch.float32], SCHEMES[torch.float64]
+ROUNDER_F32, ROUNDER_F64 = tl.constexpr(_F32.rounder), tl.constexpr(_F64.rounder)
+LOG2_E_F32, LOG2_E_F64 = tl.constexpr(_F32.log2_e), tl.constexpr(_F64.log2_e)
+LN2_HIGH_F32, LN2_HIGH_F64 = tl.constexpr(_F32.ln2_high), tl.constexpr(_F64.ln2_high)
+LN2_LOW_F32, LN2_LOW_F64 = tl.constexpr(_F32.ln2_low), tl.constexpr(_F64.ln2_low)
+EXPONENTIAL_F32, EXPONENTIAL_F64 = tl.constexpr(_F32.coefficients), tl.constexpr(_F64.coefficients)
+_F32, _F64 = NORMALS[torch.float32], NORMALS[torch.float64]
+REACH_F32, REACH_F64 = tl.constexpr(_F32.reach), tl.constexpr(_F64.reach)
+DENSITY_F32, DENSITY_F64 = tl.constexpr(_F32.density), tl.constexpr(_F64.density)
+NUMERATOR_F32, NUMERATOR_F64 = tl.constexpr(_F32.numerator), tl.constexpr(_F64.numerator)
+DENOMINATOR_F32, DENOMINATOR_F64 = tl.constexpr(_F32.denominator), tl.constexpr(_F64.denominator)
 
 
 @triton.jit
@@ -36,30 +48,47 @@ def pair(r, even: tl.constexpr, odd: tl.constexpr, A: tl.constexpr):
     return constant(r, odd, A) * r + constant(r, even, A)
 
 
+@triton.constexpr_function
+def many(coefficients):
+    """Their number."""
+    return len(coefficients)
+
+
+@triton.constexpr_function
+def one(coefficients, place):
+    """One of them."""
+    return coefficients[place]
+
+
+@triton.jit
+def polynomial(x, square, OF_F32: tl.constexpr, OF_F64: tl.constexpr, A: tl.constexpr):
+    """A polynomial of x, its coefficients from the constant on: Horner's rule for pairs of terms."""
+    C: tl.constexpr = OF_F64 if A == tl.float64 else OF_F32
+    COUNT: tl.constexpr = many(C)
+    if COUNT % 2:
+        c = constant(x, one(C, COUNT - 1), A)
+    else:
+        c = pair(x, one(C, COUNT - 2), one(C, COUNT - 1), A)
+    for i in tl.static_range(4 - COUNT % 2, COUNT + 1, 2):
+        c = c * square + pair(x, one(C, COUNT - i), one(C, COUNT - i + 1), A)
+    return c
+
+
 @triton.jit
 def exponential(t, A: tl.constexpr):
     """exp(t) as a number near 1, and the exponent of 2 that it is multiplied with, plus twice the bias of exponents."""
     if A == tl.float64:
-        shifted = t * constant(t, 1.4426950408889634, A) + constant(t, 6755399441055744.0, A)
-        k = shifted - constant(t, 6755399441055744.0, A)
-        r = (t - k * constant(t, 0.6931471805598903, A)) - k * constant(t, 5.497923018708371e-14, A)
-        q = r * r
-        c = pair(r, 2.091968294911386e-09, 1.491964640100774e-10, A)
-        c = c * q + pair(r, 2.7557258593055556e-07, 2.5056429617706943e-08, A)
-        c = c * q + pair(r, 2.4801587341355542e-05, 2.7557313100394887e-06, A)
-        c = c * q + pair(r, 0.0013888888888877072, 0.00019841269845288366, A)
-        c = c * q + pair(r, 0.04166666666666668, 0.00833333333333214, A)
-        c = c * q + pair(r, 0.5, 0.16666666666666669, A)
+        shifted = t * constant(t, LOG2_E_F64, A) + constant(t, ROUNDER_F64, A)
+        k = shifted - constant(t, ROUNDER_F64, A)
+        r = (t - k * constant(t, LN2_HIGH_F64, A)) - k * constant(t, LN2_LOW_F64, A)
         exponent = shifted.to(tl.int64, bitcast=True) - (0x4338000000000000 - 2046)
     else:
-        shifted = t * constant(t, 1.4426950216293335, A) + constant(t, 12582912.0, A)
-        k = shifted - constant(t, 12582912.0, A)
-        r = (t - k * constant(t, 0.693145751953125, A)) - k * constant(t, 1.428606765330187e-06, A)
-        q = r * r
-        c = pair(r, 0.0013933278387412429, 0.00017366002430208027, A)
-        c = c * q + pair(r, 0.041666481643915176, 0.008337817154824734, A)
-        c = c * q + pair(r, 0.5, 0.16666647791862488, A)
+        shifted = t * constant(t, LOG2_E_F32, A) + constant(t, ROUNDER_F32, A)
+        k = shifted - constant(t, ROUNDER_F32, A)
+        r = (t - k * constant(t, LN2_HIGH_F32, A)) - k * constant(t, LN2_LOW_F32, A)
         exponent = shifted.to(tl.int32, bitcast=True) - (0x4B400000 - 254)
+    q = r * r
+    c = polynomial(r, q, EXPONENTIAL_F32, EXPONENTIAL_F64, A)
     return c * q + r + constant(t, 1.0, A), exponent
 
 
@@ -80,50 +109,18 @@ def scaled_by(value, p, exponent, A: tl.constexpr):
 
 
 @triton.jit
-def numerator(a, square, A: tl.constexpr):
-    """``Phi(-a) * exp(a^2 / 2)`` is the quotient of this and of the next one."""
-    if A == tl.float64:
-        c = constant(a, 2.1527528524460769e-07, A)
-        c = c * square + pair(a, 0.00010365061009751435, 6.746471743170718e-06, A)
-        c = c * square + pair(a, 0.00698927772895675, 0.001016020721246223, A)
-        c = c * square + pair(a, 0.13047609946234864, 0.03512706308443425, A)
-        c = c * square + pair(a, 0.6755566520260075, 0.3541806732522092, A)
-        c = c * square + pair(a, 0.5, 0.8253616207861859, A)
-    else:
-        c = constant(a, 0.003968221601098776, A)
-        c = c * square + pair(a, 0.18036708235740662, 0.03965581953525543, A)
-        c = c * square + pair(a, 0.5, 0.4344722628593445, A)
-    return c
-
-
-@triton.jit
-def denominator(a, square, A: tl.constexpr):
-    """See above."""
-    if A == tl.float64:
-        c = pair(a, 1.691089682546533e-05, 5.396151168232371e-07, A)
-        c = c * square + pair(a, 0.0025636971645432434, 0.00026035316506638743, A)
-        c = c * square + pair(a, 0.09056345433009885, 0.017778255484259146, A)
-        c = c * square + pair(a, 0.9709254688978015, 0.3440603623654912, A)
-        c = c * square + pair(a, 2.8048196650286474, 1.9879412721470942, A)
-        c = c * square + pair(a, 1.0, 2.4486078023752373, A)
-    else:
-        c = pair(a, 0.09941001981496811, 0.009946707636117935, A)
-        c = c * square + pair(a, 1.1906683444976807, 0.46188998222351074, A)
-        c = c * square + pair(a, 1.0, 1.6668293476104736, A)
-    return c
-
-
-@triton.jit
 def gelu(z, A: tl.constexpr):
     """``z * Phi(z)``, and its derivative."""
     a = tl.abs(z)
     square = a * a
     p, exponent = exponential(no_less(square * constant(z, -0.5, A), -708.0 if A == tl.float64 else -87.0, A), A)
     e = p * power(exponent - (1023 if A == tl.float64 else 127), A)  # a normal number
-    q = quotient(numerator(a, square, A), denominator(a, square, A), A)
+    # Phi(-a) * exp(a^2 / 2) is the quotient of these.
+    numerator = polynomial(a, square, NUMERATOR_F32, NUMERATOR_F64, A)
+    q = quotient(numerator, polynomial(a, square, DENOMINATOR_F32, DENOMINATOR_F64, A), A)
     zero = constant(z, 0.0, A)
-    outside = a > constant(z, 37.625 if A == tl.float64 else 13.1875, A)
-    density = constant(z, 0.3989422804014327 if A == tl.float64 else 0.3989422917366028, A)
+    outside = a > constant(z, REACH_F64 if A == tl.float64 else REACH_F32, A)
+    density = constant(z, DENSITY_F64 if A == tl.float64 else DENSITY_F32, A)
     tail = tl.where(outside, zero, (q - a * density) * e)
     slope = tl.where(z < zero, tail, constant(z, 1.0, A) - tail)
     return tl.where(z < zero, z - z, z) - tl.where(outside, zero, a * q * e), slope

@@ -3,19 +3,37 @@
 A program takes a row, and reads it two or three times, tile by tile (``tiles.py``); nothing of its length is kept but
 the sums of its segments. On a CPU a tile is a segment, and what follows the last whole one is read and written in
 pieces, as ``cpu_norm.py`` does it. ``PROCESSOR`` is None on a GPU, and on a CPU the key of compiled code.
-
-``tests/logarithm.py`` and ``tests/tangent.py`` compute the constants.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
 from fusednorm.backends.triton.kernels.cpu_norm import got, put
-from fusednorm.backends.triton.kernels.gates import between, constant, exponential, no_less, no_more, pair, power
+from fusednorm.backends.triton.kernels.gates import (
+    LN2_HIGH_F32,
+    LN2_HIGH_F64,
+    LN2_LOW_F32,
+    LN2_LOW_F64,
+    between,
+    constant,
+    exponential,
+    no_less,
+    no_more,
+    polynomial,
+    power,
+)
 from fusednorm.backends.triton.kernels.numbers import narrowed, quotient, rows_at, widened
 from fusednorm.backends.triton.kernels.tiles import columns_of_tile, total_of, with_sums
+from fusednorm.calls.function_constants import LOGARITHMS, TANGENTS
+
+ROOT_F32, ROOT_F64 = (tl.constexpr(LOGARITHMS[dtype].root) for dtype in (torch.float32, torch.float64))
+LOGARITHM_F32, LOGARITHM_F64 = (
+    tl.constexpr(LOGARITHMS[dtype].coefficients) for dtype in (torch.float32, torch.float64)
+)
+TANGENT_F32, TANGENT_F64 = (tl.constexpr(TANGENTS[dtype].tangent) for dtype in (torch.float32, torch.float64))
 
 
 @triton.jit
@@ -31,26 +49,19 @@ def exp(t, A: tl.constexpr):
 def log(x, A: tl.constexpr):
     """The logarithm of numbers from 1 to 2^31; NaN for a NaN."""
     if A == tl.float64:
-        beyond = x.to(tl.int64, bitcast=True) - 0x3FE6A09E667F3BCD
+        beyond = x.to(tl.int64, bitcast=True) - ROOT_F64
         k = (beyond >> 52).to(A)
-        f = ((beyond & 0xFFFFFFFFFFFFF) + 0x3FE6A09E667F3BCD).to(A, bitcast=True) - constant(x, 1.0, A)
+        f = ((beyond & 0xFFFFFFFFFFFFF) + ROOT_F64).to(A, bitcast=True) - constant(x, 1.0, A)
     else:
-        beyond = x.to(tl.int32, bitcast=True) - 0x3F3504F3
+        beyond = x.to(tl.int32, bitcast=True) - ROOT_F32
         k = (beyond >> 23).to(A)
-        f = ((beyond & 0x7FFFFF) + 0x3F3504F3).to(A, bitcast=True) - constant(x, 1.0, A)
+        f = ((beyond & 0x7FFFFF) + ROOT_F32).to(A, bitcast=True) - constant(x, 1.0, A)
     s = quotient(f, f + constant(x, 2.0, A), A)
     half = f * f * constant(x, 0.5, A)
     z = s * s
-    q = z * z
-    if A == tl.float64:
-        c = constant(x, 0.14616449685043406, A)
-        c = c * q + pair(z, 0.18182889125261723, 0.15331721600556042, A)
-        c = c * q + pair(z, 0.28571428625975487, 0.2222221113479508, A)
-        c = c * q + pair(z, 0.666666666666667, 0.39999999999899505, A)
-        high, low = k * constant(x, 0.6931471805598903, A), k * constant(x, 5.497923018708371e-14, A)
-    else:
-        c = constant(x, 0.29579949378967285, A) * q + pair(z, 0.6666668653488159, 0.3998878002166748, A)
-        high, low = k * constant(x, 0.693145751953125, A), k * constant(x, 1.428606765330187e-06, A)
+    c = polynomial(z, z * z, LOGARITHM_F32, LOGARITHM_F64, A)
+    high = k * constant(x, LN2_HIGH_F64 if A == tl.float64 else LN2_HIGH_F32, A)
+    low = k * constant(x, LN2_LOW_F64 if A == tl.float64 else LN2_LOW_F32, A)
     # x - x is 0, or NaN for a NaN.
     return high + (f - (half - ((half + c * z) * s + low))) + (x - x)
 
@@ -60,19 +71,7 @@ def tanh(x, A: tl.constexpr):
     """The hyperbolic tangent."""
     a = tl.abs(x)
     t = a * a
-    q = t * t
-    if A == tl.float64:
-        c = constant(x, -1.6408599646831444e-06, A)
-        c = c * q + pair(t, -3.449472469998217e-05, 1.0048053928129499e-05, A)
-        c = c * q + pair(t, -0.00023809406936979282, 9.42476297649358e-05, A)
-        c = c * q + pair(t, -0.0014557818253310693, 0.0005897469986953327, A)
-        c = c * q + pair(t, -0.008863234987439102, 0.0035921213885060418, A)
-        c = c * q + pair(t, -0.05396825396758208, 0.021869488509711037, A)
-        c = c * q + pair(t, -0.3333333333333333, 0.13333333333332661, A)
-    else:
-        c = pair(t, -0.00793380755931139, 0.0019095024326816201, A)
-        c = c * q + pair(t, -0.05393585190176964, 0.021615318953990936, A)
-        c = c * q + pair(t, -0.3333333134651184, 0.1333317905664444, A)
+    c = polynomial(t, t * t, TANGENT_F32, TANGENT_F64, A)
     one = constant(x, 1.0, A)
     e = exp(no_more(a, 20.0 if A == tl.float64 else 10.0, A) * constant(x, 2.0, A), A)
     high = one - quotient(constant(x, 2.0, A), e + one, A)
