@@ -137,7 +137,8 @@ class Operation(Operator):
 
         ``arguments``: all operands, the flags that the function has, and the outputs that it takes.
         """
-        in_place, outputs = name.endswith("_"), dict[str, Any]()
+        in_place = name.endswith("_")
+        outputs: dict[str, Any] = {}
         operands = {operand: arguments.pop(operand) for operand in self.plan.operands}
         for result, overwrites in self._returned:
             output = operands[overwrites] if in_place else arguments.pop(result, None)

@@ -65,10 +65,7 @@ def polynomial(x, square, OF_F32: tl.constexpr, OF_F64: tl.constexpr, A: tl.cons
     """A polynomial of x, its coefficients from the constant on: Horner's rule for pairs of terms."""
     C: tl.constexpr = OF_F64 if A == tl.float64 else OF_F32
     COUNT: tl.constexpr = many(C)
-    if COUNT % 2:
-        c = constant(x, one(C, COUNT - 1), A)
-    else:
-        c = pair(x, one(C, COUNT - 2), one(C, COUNT - 1), A)
+    c = constant(x, one(C, COUNT - 1), A) if COUNT % 2 else pair(x, one(C, COUNT - 2), one(C, COUNT - 1), A)
     for i in tl.static_range(4 - COUNT % 2, COUNT + 1, 2):
         c = c * square + pair(x, one(C, COUNT - i), one(C, COUNT - i + 1), A)
     return c
