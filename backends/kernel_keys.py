@@ -34,8 +34,8 @@ from fusednorm.calls.call import (
     gate_steps,
     with_functions,
 )
-from fusednorm.calls.heads import heads_of
 from fusednorm.calls.quantization import Quantization
+from fusednorm.calls.rotation_calls import heads_of
 from fusednorm.reference import norm as reference
 
 _MOST_ALIGNED = Limit.MOST_ALIGNED.value

@@ -34,7 +34,7 @@ import torch
 import fusednorm
 from fusednorm.backends.kernel_keys import ForwardKind
 from fusednorm.calls.call import Flags, Forward, operation_of
-from fusednorm.engine import execute, gates
+from fusednorm.engine import run_gates, run_norms
 from fusednorm.torch_ops.steps import GATE_FLAGS
 
 ROUNDS = 15
@@ -154,9 +154,9 @@ def with_cuda(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> 
         "fused_add_rms_norm_, gaps": lambda: fusednorm.fused_add_rms_norm_(wide[:, :4096], wide[:, 4096:], weight),
         "fused_add_rms_norm, and rstd": lambda: normalise(x, residual, weight, Flags()),
         "qk_norm_rope_": lambda: fusednorm.qk_norm_rope_(q, k, head_weight, head_weight, cos, sin),
-        "gradients of a gate": lambda: gates.backward(x, (residual, x), GATE_FLAGS, (True, True)),
+        "gradients of a gate": lambda: run_gates.backward(x, (residual, x), GATE_FLAGS, (True, True)),
         "the backend's forward": lambda: cuda.forward(call),
-        "backward": lambda: execute.backward(
+        "backward": lambda: run_norms.backward(
             cuda, call.operation, x, None, residual, rstd, weight, 0.0, (True, True, True)
         ),
     }

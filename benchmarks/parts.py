@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fusednorm
-from fusednorm.engine import log_prob
+from fusednorm.engine import run_log_prob
 from fusednorm.torch_ops import parts_of_logits
 
 ROWS, VOCABULARY, TIMES = 64, 151936, 9
@@ -29,7 +29,7 @@ def nothing(*_, **__):
 #: Of each way, the functions that it lacks.
 WAYS = {
     "gathering": [(parts_of_logits, "where_of")],
-    "exchange, torch's operations": [(log_prob, "sums_of_segments"), (parts_of_logits, "gradient")],
+    "exchange, torch's operations": [(run_log_prob, "sums_of_segments"), (parts_of_logits, "gradient")],
     "exchange": [],
 }
 

@@ -33,7 +33,7 @@ from fusednorm.backends import cpu
 from fusednorm.calls import c_abi
 from fusednorm.calls.call import Call
 from fusednorm.conformance.oracle_quantized import numbers
-from fusednorm.engine import gates
+from fusednorm.engine import run_gates
 from fusednorm.reference import activations, log_prob, quantizer
 from fusednorm.torch_ops.steps import GATE_FLAGS
 
@@ -179,8 +179,8 @@ def functions(z, name, variant):
     with fusednorm.use_backend("cpu"), cpu.use_variant(variant):
         if name == "tanh":
             flags = {**GATE_FLAGS, "activation": "softcap", "limit": 1.0}
-            return fusednorm.softcap(z, 1.0), gates.backward(one, (None, z), flags, (False, True))[1]
-        value, slope = gates.backward(one, (one, z), {**GATE_FLAGS, "activation": name}, (True, True))
+            return fusednorm.softcap(z, 1.0), run_gates.backward(one, (None, z), flags, (False, True))[1]
+        value, slope = run_gates.backward(one, (one, z), {**GATE_FLAGS, "activation": name}, (True, True))
         return fusednorm.gate(one, z, activation=name), value, slope
 
 

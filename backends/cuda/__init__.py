@@ -46,8 +46,8 @@ from fusednorm.backends.kernel_keys import (
 from fusednorm.calls import c_abi
 from fusednorm.calls import fast_path as path
 from fusednorm.calls.call import Call, device_of
-from fusednorm.calls.heads import of_one_weight_dtype
 from fusednorm.calls.process import BackendError
+from fusednorm.calls.rotation_calls import of_one_weight_dtype
 from fusednorm.reference import norm as reference
 
 if TYPE_CHECKING:

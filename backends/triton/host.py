@@ -43,9 +43,9 @@ from fusednorm.calls.call import (
     Strides,
     device_of,
 )
-from fusednorm.calls.heads import Heads, heads_of, of_one_weight_dtype
 from fusednorm.calls.memory import ABSENT
 from fusednorm.calls.process import BackendError
+from fusednorm.calls.rotation_calls import Heads, heads_of, of_one_weight_dtype
 
 #: Where a Triton with a driver for CPUs comes from.
 BUILD = "build a newer one from source, github.com/triton-lang/triton-cpu, of which no wheel is published"

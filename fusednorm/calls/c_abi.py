@@ -25,7 +25,7 @@ from fusednorm.calls.call import (
     device_of,
     gate_steps,
 )
-from fusednorm.calls.heads import Heads, heads_of
+from fusednorm.calls.rotation_calls import Heads, heads_of
 
 # Integers of this module: an attribute of an enumeration costs 0.1 us, and packing is a tenth of a short call.
 _flags = tuple(flag.value for flag in Flag)

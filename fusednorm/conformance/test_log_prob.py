@@ -17,9 +17,9 @@ from fusednorm.conformance.cases import (
     dtype_name,
     operands,
 )
-from fusednorm.engine import log_prob
-from fusednorm.engine.log_prob import Selecting
+from fusednorm.engine import run_log_prob
 from fusednorm.engine.run import backend_of, gradient
+from fusednorm.engine.run_log_prob import Selecting
 from fusednorm.reference import log_prob as reference
 from fusednorm.reference.norm import SEGMENT, halved, treesum
 
@@ -130,7 +130,7 @@ def test_parts_of_rows(mode, agree, dtype):
         selecting = Selecting(ids, temperature, softcap, ignored)
         *_, h, m, s = reference.selected(logits, *selecting, entropy=True)
         part = logits[:, begin:end]
-        found = log_prob.sums_of_segments(part, selecting, m, entropy=True)
+        found = run_log_prob.sums_of_segments(part, selecting, m, entropy=True)
         if found is None:
             return
         below, e = reference.exponentials(reference.arguments(part, temperature, softcap)[0], m)

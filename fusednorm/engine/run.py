@@ -15,7 +15,7 @@ from fusednorm.calls.memory import in_levels, new, new_like, packed
 from fusednorm.declare.declaration import Role
 from fusednorm.declare.plan import Flags, Operands, Plan
 from fusednorm.engine.choose import Chosen
-from fusednorm.engine.execute import chosen_for, new_gradients
+from fusednorm.engine.run_norms import chosen_for, new_gradients
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 

@@ -12,7 +12,7 @@ from fusednorm.calls.attention_checks import check_attention, check_paged_attent
 from fusednorm.calls.checks import requires_grad
 from fusednorm.calls.fast_path import Entry
 from fusednorm.declare.declaration import Declaration, Kernel, Operand, Result, Role
-from fusednorm.engine import attention as engine
+from fusednorm.engine import run_attention as engine
 from fusednorm.operations.front_door import Operation
 from fusednorm.reference import attention as reference
 

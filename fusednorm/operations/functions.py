@@ -13,7 +13,7 @@ from fusednorm.calls.call import accumulator
 from fusednorm.calls.checks import check_cap
 from fusednorm.calls.fast_path import FUNCTION, Entry
 from fusednorm.declare.declaration import Declaration, Operand, Result
-from fusednorm.engine import gates
+from fusednorm.engine import run_gates
 from fusednorm.operations.front_door import Asked, Operation
 from fusednorm.reference import activations
 from fusednorm.torch_ops.steps import GATE_FLAGS
@@ -56,15 +56,15 @@ class _Function(Operation):
     def compute(self, asked: Asked) -> tuple[Tensor]:
         """See :class:`Operation`."""
         (z,) = asked.operands.values()
-        return (gates.forward(None, z, self.gating(z, asked.flags), asked.outputs.get("out")),)
+        return (run_gates.forward(None, z, self.gating(z, asked.flags), asked.outputs.get("out")),)
 
     def _by_backend(self, operands: Mapping[str, Any], flags: Mapping[str, Any]) -> tuple[Tensor]:
         (z,) = operands.values()
-        return (gates.forward(None, z, self.gating(z, flags)),)
+        return (run_gates.forward(None, z, self.gating(z, flags)),)
 
     def _gradient_by_backend(self, given: Mapping[str, Any], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
         z = given[self.plan.rows]
-        return gates.backward(given["d"], (None, z), self.gating(z, given), (False, needs[0]))[1:]
+        return run_gates.backward(given["d"], (None, z), self.gating(z, given), (False, needs[0]))[1:]
 
     def of(self, z: Tensor, out: Tensor | None, out_dtype: torch.dtype | None, **flags: Any) -> Tensor:
         """The results of the public function."""

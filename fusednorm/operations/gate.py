@@ -28,7 +28,7 @@ from fusednorm.calls.fast_path import ALONE, AND_MUL, Entry
 from fusednorm.calls.must_be_seen import Listener
 from fusednorm.declare.declaration import Declaration, Kernel, Operand, Result
 from fusednorm.declare.plan import Plan
-from fusednorm.engine import gates
+from fusednorm.engine import run_gates
 from fusednorm.operations.composition import Composition
 from fusednorm.operations.front_door import Asked, Operation
 from fusednorm.torch_ops.steps import GATE, GATE_FLAGS
@@ -45,7 +45,7 @@ class _Rows(NamedTuple):
 
     def apart(self) -> Any:
         """y and z."""
-        return gates.rows_and_gate([*self.operands.values()], self.interleaved)
+        return run_gates.rows_and_gate([*self.operands.values()], self.interleaved)
 
 
 class Gate(Composition):
@@ -68,7 +68,7 @@ class Gate(Composition):
 
     def read_by_c(self, y: Tensor, z: Any, activation: Any, out_dtype: Any, *others: Any) -> Tensor | None:
         """The products of a recorded call, if the fast path takes it, which knows no other flags."""
-        return None if any(others) else gates.on_fast_path(y, z, activation, None, out_dtype)
+        return None if any(others) else run_gates.on_fast_path(y, z, activation, None, out_dtype)
 
     def dispatched(self, operands: Mapping[str, Any], flags: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """The operator of gates."""
@@ -105,13 +105,13 @@ class Gate(Composition):
     ) -> tuple[Tensor, ...]:
         given = {**operands, **flags}
         y, z = self.rows(given).apart()
-        return (gates.forward(y, z, self.gating(given), outputs.get("out")),)
+        return (run_gates.forward(y, z, self.gating(given), outputs.get("out")),)
 
     def _gradients(self, given: Mapping[str, Any], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
         """Of one tensor that holds both, the gradient is written where it belongs."""
         of, flags, names = self.rows(given), self.gating(given), self.plan.operands
         needed = [needs[names.index(name)] for name in of.operands]
-        found = gates.backward(given["d_out"], [*of.operands.values()], flags, needed, of.interleaved)
+        found = run_gates.backward(given["d_out"], [*of.operands.values()], flags, needed, of.interleaved)
         by_name = dict(zip(of.operands, found, strict=True))
         return tuple([by_name.get(name) for name in names])
 
@@ -148,7 +148,7 @@ class AndMul(Gate):
         """The products of a recorded call, if the fast path takes it."""
         if steps != self._usual_steps:
             return None
-        found: Tensor | None = gates.and_mul(gate, up, self._activation, between)
+        found: Tensor | None = run_gates.and_mul(gate, up, self._activation, between)
         return found
 
     def rows(self, given: Mapping[str, Any]) -> _Rows:
@@ -438,8 +438,8 @@ def products_of(operands: Mapping[str, Any], flags: Mapping[str, Any], in_memory
     if not in_memory:
         found: Tensor = GATE.with_gradients(y=y, z=z, **asked)
         return found
-    taken = gates.on_fast_path(y, z, **asked)
-    return gates.forward(y, z, asked) if taken is None else taken
+    taken = run_gates.on_fast_path(y, z, **asked)
+    return run_gates.forward(y, z, asked) if taken is None else taken
 
 
 def checked_products(operands: Mapping[str, Any], flags: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:

@@ -25,7 +25,7 @@ from fusednorm.calls.checks import (
 )
 from fusednorm.calls.fast_path import Entry
 from fusednorm.calls.scalars import number
-from fusednorm.engine import execute
+from fusednorm.engine import run_norms
 from fusednorm.operations.front_door import Results
 from fusednorm.torch_ops import dtensor_bridge, steps
 from fusednorm.torch_ops.gradients import Normalise
@@ -296,7 +296,7 @@ def beyond_fast_path(call: NormCall) -> Results:  # type: ignore[type-var]
     in_memory = direct or not (compiling or transformed or must_be_seen.below(*operands))
     if in_memory and not records:
         of_heads = getattr(weight, "ndim", 1) == 2
-        y, total = execute.norm(x, residual, weight, flags, out, residual_out, None, bias, x_scale, of_heads)
+        y, total = run_norms.norm(x, residual, weight, flags, out, residual_out, None, bias, x_scale, of_heads)
     elif in_memory and type(x_scale) is float and x_scale == 1.0:
         y, total = Normalise.apply(x, residual, weight, bias, flags)  # type: ignore[no-untyped-call]
     elif alone and transformed:

@@ -22,7 +22,7 @@ from fusednorm.calls.checks import (
 from fusednorm.calls.fast_path import Entry
 from fusednorm.calls.scalars import number
 from fusednorm.declare.declaration import Declaration, Kernel, Operand, Result, Role
-from fusednorm.engine import norm_gated as engine
+from fusednorm.engine import run_gated_norms as engine
 from fusednorm.operations.composition import Composition
 from fusednorm.operations.gate import gate as gated
 from fusednorm.operations.norm import rms_norm

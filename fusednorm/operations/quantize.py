@@ -29,7 +29,7 @@ from fusednorm.calls.fast_path import AND_MUL, Entry
 from fusednorm.calls.must_be_seen import Listener
 from fusednorm.calls.quantization import Quantization, computed_by, groups_of, is_given, scales_of
 from fusednorm.declare.declaration import Declaration, Operand, Result, Role
-from fusednorm.engine import quantized_rows as engine
+from fusednorm.engine import run_quantizers as engine
 from fusednorm.engine.run import as_new
 from fusednorm.operations.composition import Composition
 from fusednorm.operations.front_door import Asked

@@ -10,7 +10,7 @@ from fusednorm.calls.checks import refuse_type
 from fusednorm.calls.fast_path import Entry
 from fusednorm.calls.rotation_checks import check_rotation, rows_for
 from fusednorm.declare.declaration import Declaration, Kernel, Operand, Result, Role
-from fusednorm.engine import heads as engine
+from fusednorm.engine import run_heads as engine
 from fusednorm.operations.composition import Composition
 from fusednorm.operations.norm import rms_norm
 from fusednorm.torch_ops.steps import ROTATE

@@ -15,7 +15,7 @@ from fusednorm.calls.fast_path import Entry
 from fusednorm.calls.scalars import number
 from fusednorm.declare.declaration import Declaration, Kernel, Operand, Result, Role
 from fusednorm.declare.plan import Plan
-from fusednorm.engine import execute
+from fusednorm.engine import run_norms
 from fusednorm.operations.composition import Composition
 from fusednorm.operations.front_door import Asked
 from fusednorm.operations.norm import norm_within
@@ -42,7 +42,7 @@ def _run(
 ) -> tuple[Tensor, ...]:
     """As :func:`fusednorm.engine.run.forward`: by one call of a backend, or by operations that it takes."""
     before, asked = _before_and_after(operands, flags)
-    y, total = execute.norm_of_checked(
+    y, total = run_norms.norm_of_checked(
         operands["x"],
         operands["residual"],
         operands.get("next_weight"),
@@ -104,7 +104,7 @@ class _TwoNorms(Composition):
             number("next_eps", flags["next_eps"], torch.float64)  # its name here; it is rounded with the other flags
         found = check_flags(_before_and_after(operands, flags)[1], x, residual, out, residual_out)
         if asked.outputs and in_memory:
-            execute.check_given(x, residual, out, residual_out, {"weight": weight, "next_weight": next_weight})
+            run_norms.check_given(x, residual, out, residual_out, {"weight": weight, "next_weight": next_weight})
         flags = {
             **flags,
             "eps": number("eps", flags["eps"], accumulator(x.dtype)),

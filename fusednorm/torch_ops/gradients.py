@@ -13,7 +13,7 @@ from fusednorm.calls.arithmetic import exact
 from fusednorm.calls.call import Flags, NormGradients, RMSNorm, Step, accumulator, operation_of
 from fusednorm.calls.checks import check_kept
 from fusednorm.calls.scalars import number
-from fusednorm.engine import execute
+from fusednorm.engine import run_norms
 from fusednorm.engine.choose import Chosen
 from fusednorm.reference import norm as reference
 from fusednorm.torch_ops import dtensor_bridge
@@ -93,7 +93,7 @@ def by_backend(chosen: tuple[Chosen, bool], of: NormGradients) -> tuple[Tensor |
     backend, in_one_call = chosen
     operation, dy, d_total, h, rstd, weight, bias, weight_offset, needs = of
     if in_one_call:
-        return execute.backward(backend, operation, dy, d_total, h, rstd, weight, weight_offset, needs, bias)
+        return run_norms.backward(backend, operation, dy, d_total, h, rstd, weight, weight_offset, needs, bias)
     of_rows = needs[0] or needs[1]
     check_kept((dy, d_total), (h, rstd, weight, bias))
     n = reference.normalised(h, rstd, operation.center)
@@ -101,7 +101,7 @@ def by_backend(chosen: tuple[Chosen, bool], of: NormGradients) -> tuple[Tensor |
     if dn is None:
         return None, None, *of_weights
     alone = (*needs[:2], False)
-    found = execute.backward(backend, _norm_alone(operation), dn, d_total, h, rstd, None, 0.0, alone)
+    found = run_norms.backward(backend, _norm_alone(operation), dn, d_total, h, rstd, None, 0.0, alone)
     return *found[:2], *of_weights
 
 
@@ -178,10 +178,10 @@ def _norm_alone(operation: RMSNorm) -> RMSNorm:
 def backend_of(operation: RMSNorm, weight: Tensor | None, bias: Tensor | None) -> tuple[Chosen, bool]:
     """The backend for gradients, and whether it has those of the weight and the bias in the same call."""
     if bias is None and getattr(weight, "ndim", 1) != 2:
-        return execute.backend_of(operation), True
+        return run_norms.backend_of(operation), True
     of_one_shape = weight is None or bias is None or weight.shape == bias.shape
-    whole = execute.whole_of(operation, Step("affine_backward")) if of_one_shape else None
-    return whole or execute.backend_of(_norm_alone(operation)), whole is not None
+    whole = run_norms.whole_of(operation, Step("affine_backward")) if of_one_shape else None
+    return whole or run_norms.backend_of(_norm_alone(operation)), whole is not None
 
 
 class Normalise(torch.autograd.Function):
@@ -197,7 +197,7 @@ class Normalise(torch.autograd.Function):
         x, residual, weight, bias, flags = inputs
         rstd = new_rstd(x)
         of_heads = getattr(weight, "ndim", 1) == 2
-        y, total = execute.fast_path_first(x, residual, weight, flags, rstd=rstd, bias=bias, of_heads=of_heads)
+        y, total = run_norms.fast_path_first(x, residual, weight, flags, rstd=rstd, bias=bias, of_heads=of_heads)
         keep(ctx, x, residual, weight, flags, (y, total, rstd), bias)
         ctx.backend = backend_of(ctx.operation, weight, bias)  # in the backward pass another may be in force
         if total is not None and not any(ctx.needs_input_grad[:2]):

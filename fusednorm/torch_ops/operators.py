@@ -27,7 +27,7 @@ from fusednorm.calls.checks import (
 from fusednorm.calls.quantization import Quantization, computed_by, groups_of, scales_of
 from fusednorm.calls.scalars import number
 from fusednorm.declare.declaration import Declaration, Operand, Result, Role
-from fusednorm.engine import execute
+from fusednorm.engine import run_norms
 from fusednorm.engine.choose import request_of_backward, with_request
 from fusednorm.engine.run import as_new
 from fusednorm.reference import norm as reference
@@ -66,7 +66,7 @@ def _into(
     if residual is not None and residual_out is not None and residual_out.dtype != residual.dtype:
         asked = asked._replace(residual_dtype=residual_out.dtype)
     of_heads = center and getattr(weight, "ndim", 1) == 2
-    execute.fast_path_first(x, residual, weight, asked, out, residual_out, bias=bias, of_heads=of_heads)
+    run_norms.fast_path_first(x, residual, weight, asked, out, residual_out, bias=bias, of_heads=of_heads)
 
 
 class _Gradients:
@@ -255,7 +255,7 @@ class Norm(Operator):
     def _computed(self, operands: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
         x, weight = operands["x"], operands["weight"]
         rstd, flags = new_rstd(x), self._flags(given)
-        found = execute.fast_path_first(
+        found = run_norms.fast_path_first(
             x,
             operands.get("residual"),
             weight,

@@ -18,9 +18,9 @@ from fusednorm.calls import must_be_seen
 from fusednorm.calls.call import Step
 from fusednorm.calls.checks import check_ids
 from fusednorm.declare.declaration import Role
-from fusednorm.engine import log_prob
-from fusednorm.engine.log_prob import Selecting
+from fusednorm.engine import run_log_prob
 from fusednorm.engine.run import backend_of, gradient
+from fusednorm.engine.run_log_prob import Selecting
 from fusednorm.reference import log_prob as reference
 from fusednorm.reference.norm import rounded
 from fusednorm.torch_ops.operator import Operator
@@ -76,7 +76,7 @@ def results_of(
 
     given = [m.new_empty(*m.shape, 1 + entropy, 0)]
     for piece, rows in _pieces(logits, where):
-        found = log_prob.sums_of_segments(rows, selecting, m, entropy) if piece.whole else None
+        found = run_log_prob.sums_of_segments(rows, selecting, m, entropy) if piece.whole else None
         if found is None:
             found = reference.by_blocks(partial(of_piece, piece), rows, temperature, m)
         given.append(torch.stack(found, -2))

@@ -19,7 +19,7 @@ from fusednorm.calls.checks import check_activation, check_dtype, check_gate_ste
 from fusednorm.calls.rotation_checks import check_heads, check_tables
 from fusednorm.declare.declaration import Declaration, Kernel, Operand, Result, Role
 from fusednorm.declare.plan import Flags, Operands
-from fusednorm.engine import gates, heads
+from fusednorm.engine import run_gates, run_heads
 from fusednorm.reference import activations, rotation
 from fusednorm.reference import norm as reference
 from fusednorm.torch_ops import dtensor_bridge
@@ -42,11 +42,11 @@ def _run_gate(operands: Operands, flags: Flags) -> tuple[Tensor]:
     y, z = cast("tuple[Tensor, Tensor]", operands.values())
     first, second = (z, y) if z.dtype == torch.float64 else (y, z)  # of a transform's batches, which nobody has checked
     check_operands(first, second, None, None, None, x_name="y", residual_name="z", in_memory=False)
-    return (gates.forward(y, z, flags),)
+    return (run_gates.forward(y, z, flags),)
 
 
 def _run_gate_backward(given: Mapping[str, Any], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    return gates.backward(given["d"], (given["y"], given["z"]), given, needs)
+    return run_gates.backward(given["d"], (given["y"], given["z"]), given, needs)
 
 
 def _check_gate(y: Tensor, z: Tensor, activation: str, between: torch.dtype | None, **flags: Any) -> Mapping[str, Any]:
@@ -80,17 +80,17 @@ GATE = Operator(
     ),
     _run_gate,
     _run_gate_backward,
-    gates.on_fast_path,
+    run_gates.on_fast_path,
 )
 
 
 def _rotate_on_fast_path(
     x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rounded_to: Any, dtype: Any, *others: Any
 ) -> Tensor | None:
-    if any(others) or dtype is not x.dtype:  # flags that C does not know; by identity, see gates.on_fast_path
+    if any(others) or dtype is not x.dtype:  # flags that C does not know; by identity, see run_gates.on_fast_path
         return None
     flags = {"interleaved": interleaved, "products": rounded_to}
-    found = heads.rotated_on_fast_path([x], {"cos": cos, "sin": sin}, flags)
+    found = run_heads.rotated_on_fast_path([x], {"cos": cos, "sin": sin}, flags)
     return None if found is None else cast(Tensor, found[0])
 
 
@@ -110,7 +110,7 @@ ROTATE = Operator(
         formula=lambda **arguments: (rotation.rotated(**arguments),),
         transposed=lambda dtype, tables, flags: ({**tables, "sin": -tables["sin"]}, {**flags, "dtype": dtype}),
         check=_check_rotate,
-        kernel=Kernel("rotate", "rotate", run=heads.forward),
+        kernel=Kernel("rotate", "rotate", run=run_heads.forward),
     ),
     fast=_rotate_on_fast_path,
 )

@@ -41,7 +41,7 @@ from fusednorm.conformance import cases
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, operands
 from fusednorm.conformance.test_int8_linear import tensors
 from fusednorm.engine import choose
-from fusednorm.engine import execute as front_end
+from fusednorm.engine import run_norms as front_end
 from fusednorm.tools import doctor
 
 compiles = pytest.mark.skipif(

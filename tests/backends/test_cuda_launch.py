@@ -20,7 +20,7 @@ from fusednorm.calls import c_abi, c_kinds, c_quantizer, fast_path
 from fusednorm.calls.c_enums import Share
 from fusednorm.calls.call import Backward, Flags, Forward, Quantize, RMSNorm, operation_of
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, call, differing, expected, operands
-from fusednorm.engine import execute
+from fusednorm.engine import run_norms
 from fusednorm.reference import norm as reference
 
 from fast_calls import fast_calls
@@ -931,8 +931,8 @@ def test_backward(case, needs, center, monkeypatch):
     taken, take = [], engine.fast_path.backward
     nothing_held()
     monkeypatch.setattr(engine.fast_path, "backward", lambda *operands: taken.append(take(*operands)) or taken[-1])
-    expected = execute.backward(cuda, operation, *given, needs)
-    got = execute.backward(cuda, operation, *given, needs)
+    expected = run_norms.backward(cuda, operation, *given, needs)
+    got = run_norms.backward(cuda, operation, *given, needs)
     assert taken == [False, True]
     wanted = reference.gradients(*given, operation.x, operation.residual, needs, center)
     for one, other, third in zip(got[:3], expected[:3], wanted, strict=True):

@@ -35,7 +35,7 @@ from fusednorm.calls.call import AroundNorm, Flags, Forward, GateSteps, operatio
 from fusednorm.calls.scalars import in_float32
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, covering, operands
 from fusednorm.conformance.test_int8_linear import tensors
-from fusednorm.engine.execute import backward as differentiate
+from fusednorm.engine.run_norms import backward as differentiate
 
 pytest.importorskip("triton", reason="Triton is not installed; tox -e triton installs it")
 if triton_host.INTERPRETED:

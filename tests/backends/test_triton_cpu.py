@@ -44,7 +44,7 @@ from fusednorm.calls.call import (
     operation_of,
 )
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, dtype_name, operands
-from fusednorm.engine.execute import backward as differentiate
+from fusednorm.engine.run_norms import backward as differentiate
 from fusednorm.engine.substitutes import Meanwhile
 from fusednorm.reference import norm as reference
 

@@ -66,7 +66,7 @@ from fusednorm import (
 )
 from fusednorm.calls.quantization import E8M0
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, covering, operands
-from fusednorm.engine.log_prob import Selecting
+from fusednorm.engine.run_log_prob import Selecting
 from fusednorm.operations.listed import every
 from fusednorm.reference.norm import treesum
 from fusednorm.torch_ops import parts_of_logits, parts_of_rows

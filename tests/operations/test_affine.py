@@ -11,7 +11,7 @@ import fusednorm
 from fusednorm import fused_add_rms_norm, rms_norm
 from fusednorm.backends import cpu
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, operands
-from fusednorm.engine import fast_path
+from fusednorm.engine import open_fast_path
 from fusednorm.engine.substitutes import Composition
 
 X, RESIDUAL, WEIGHT = (t.view(2, 3, 64) if t.dim() > 1 else t for t in operands(Case(6, 64).of(F32)))
@@ -110,10 +110,10 @@ def test_gradients_of_heads_take_the_fast_path():
     """What does not fit is refused."""
     y, dx, dw, db = X.bfloat16(), torch.full_like(X, 7).bfloat16(), torch.full((3, 64), 7.0), torch.full((3, 64), 7.0)
     rstd = torch.ones(2, 3)
-    assert not fast_path.backward(cpu, y, None, y, rstd, HEADS[:2], dx, None, dw, db, 0.0)
-    assert not fast_path.backward(cpu, y, None, y, rstd, HEADS, dx, None, dw, db[:2], 0.0)
+    assert not open_fast_path.backward(cpu, y, None, y, rstd, HEADS[:2], dx, None, dw, db, 0.0)
+    assert not open_fast_path.backward(cpu, y, None, y, rstd, HEADS, dx, None, dw, db[:2], 0.0)
     assert all(t.eq(7).all() for t in (dx, dw, db))
-    assert fast_path.backward(cpu, y, None, y, rstd, HEADS, dx, None, dw, db, 0.0)
+    assert open_fast_path.backward(cpu, y, None, y, rstd, HEADS, dx, None, dw, db, 0.0)
     assert not any(t.eq(7).all() for t in (dx, dw, db))
 
 

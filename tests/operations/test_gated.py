@@ -20,8 +20,8 @@ from fusednorm.calls import function_constants as constants
 from fusednorm.calls.c_abi import steps_in_c
 from fusednorm.calls.c_kinds import KINDS
 from fusednorm.calls.call import ACTIVATIONS, GateSteps
-from fusednorm.engine import fast_path as of_c
-from fusednorm.engine import gates
+from fusednorm.engine import open_fast_path as of_c
+from fusednorm.engine import run_gates
 from fusednorm.reference import activations
 from fusednorm.torch_ops.steps import GATE_FLAGS
 
@@ -154,7 +154,7 @@ def test_gradients_on_the_fast_path(monkeypatch):
     def gradients(d, y, z, *how):
         flags = {**GATE_FLAGS, "activation": how[0], "between": how[1]}
         with fusednorm.use_backend("cpu"):
-            return gates.backward(d, (y, z), flags, (True, True))
+            return run_gates.backward(d, (y, z), flags, (True, True))
 
     def by_c(tensors, function, between):
         with fusednorm.use_backend("cpu"):

@@ -15,7 +15,7 @@ from fusednorm.backends import cpu
 from fusednorm.calls.call import ACTIVATIONS
 from fusednorm.conformance.cases import BF16, DTYPES, F32, F64, NAMES, Case, covering
 from fusednorm.conformance.test_operations import AXES, of_rows
-from fusednorm.engine import fast_path
+from fusednorm.engine import open_fast_path
 from fusednorm.operations import norm, norm_gated
 
 from fast_calls import note_fast_calls
@@ -135,7 +135,7 @@ def test_gradients_in_one_call(monkeypatch, function, of_threads):
             with FlopCounterMode(display=False):
                 found.append(gradients(outputs))
             for name in ("backward", "gate_backward", "norm_gated_backward"):
-                patch.setattr(fast_path, name, lambda *_: False)
+                patch.setattr(open_fast_path, name, lambda *_: False)
             found.append(gradients(outputs))
         for way, got in enumerate(found):
             assert same(got, wanted), (way, outputs[0].shape, layout.__name__, flags)

@@ -17,10 +17,10 @@ from fusednorm.calls.c_kinds import KINDS
 from fusednorm.calls.call import Call, GateSteps, gate_steps, step_of_gate
 from fusednorm.calls.checks import check_kept
 from fusednorm.calls.memory import new_like
-from fusednorm.engine import fast_path
+from fusednorm.engine import open_fast_path
 from fusednorm.engine.choose import Chosen
-from fusednorm.engine.execute import are_of_no_rows, new_gradients
 from fusednorm.engine.run import backend_of, laid_out, launch
+from fusednorm.engine.run_norms import are_of_no_rows, new_gradients
 from fusednorm.reference import activations
 
 #: The flags of calls: those of ``torch.ops.fusednorm.gate`` but the dtype of the result.
@@ -144,7 +144,7 @@ def backward(
         check_kept((d,), operands)
     y, z = rows_and_gate(operands, interleaved)
     dy, dz = rows_and_gate(found, interleaved)  # their rows lie in one level
-    if not interleaved and fast_path.gate_backward(
+    if not interleaved and open_fast_path.gate_backward(
         d, y, z, dy, dz, flags["activation"], KINDS[flags["between"]], *steps_in_c(gate_steps(flags))
     ):
         return found

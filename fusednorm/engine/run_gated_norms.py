@@ -12,7 +12,7 @@ from fusednorm.calls.call import Flags as NormFlags
 from fusednorm.calls.call import Forward, NormGated, NormGatedBackward, RMSNorm, accumulator, operation_of, step_of_gate
 from fusednorm.calls.memory import ABSENT, in_levels, new, new_like, packed
 from fusednorm.declare.plan import Flags, Operands, Plan
-from fusednorm.engine import execute, fast_path
+from fusednorm.engine import open_fast_path, run_norms
 from fusednorm.engine.choose import Chosen
 
 _READ_BY_C = "eps norm_before_gate activation round_norm between weight_offset"
@@ -31,13 +31,13 @@ def in_groups(flags: Flags, x: Any, *others: Any) -> list[Any]:
 def _operation(x: Tensor, weight: Tensor | None, flags: Flags) -> RMSNorm:
     """The norm, as it decides the backend: of the gated rows, if the gate comes first."""
     asked = NormFlags(round_norm=flags["round_norm"], out_dtype=flags["between"] or x.dtype)
-    found = operation_of(x, None, execute.of_all_heads(weight), asked)
+    found = operation_of(x, None, run_norms.of_all_heads(weight), asked)
     return found if flags["norm_before_gate"] else found._replace(x=accumulator(x.dtype))
 
 
 def _backend_for(name: str, operation: RMSNorm, flags: Flags) -> Chosen | None:
     """The backend of such rows, if it has a norm and a gate, or their gradients, in one call."""
-    return execute.whole_of(operation, step_of_gate(name, flags["activation"]))
+    return run_norms.whole_of(operation, step_of_gate(name, flags["activation"]))
 
 
 def has_gradients(operands: Operands, flags: Flags) -> bool:
@@ -58,7 +58,7 @@ def forward(
     if keep and len(flags) == len(_READ) + 1:
         found = _on_fast_path(x, z, weight, rstd, out, *[flags[name] for name in _READ])
     if found is None:
-        weight = execute.of_all_heads(weight)
+        weight = run_norms.of_all_heads(weight)
         operation = _operation(x, weight, flags)
         backend = _backend_for("norm_gated", operation, flags)
         if backend is None:
@@ -102,7 +102,7 @@ def _run(
         eps=flags["eps"],
         weight_offset=flags["weight_offset"],
     )
-    execute.run(backend, NormGated(norm, z, of_z, flags["activation"], flags["norm_before_gate"]), given)
+    run_norms.run(backend, NormGated(norm, z, of_z, flags["activation"], flags["norm_before_gate"]), given)
     return out
 
 
@@ -114,14 +114,14 @@ def backward(given: Mapping[str, Any], needs: Sequence[bool]) -> tuple[Tensor | 
     d, x, z, weight, rstd = whole = [given[name] for name in ("d_out", "x", "gate", "weight", "rstd")]
     if given["group_size"] is not None:
         d, x, z, weight = in_groups(given, *whole[:4])
-    dx, dz, dweight = found = execute.new_gradients((x, z, weight), needs)
+    dx, dz, dweight = found = run_norms.new_gradients((x, z, weight), needs)
     flags = [given[name] for name in ("activation", "norm_before_gate", "between", "round_norm", "weight_offset")]
-    if not execute.are_of_no_rows(d, dweight) and not fast_path.norm_gated_backward(
+    if not run_norms.are_of_no_rows(d, dweight) and not open_fast_path.norm_gated_backward(
         d, x, z, rstd, weight, dx, dz, dweight, *flags
     ):
         operation = _operation(x, weight, given)
-        inner, strides, (d, x_rows, z_rows) = execute.kept_in_levels((d,), (x, z), (rstd, weight))
-        weight = execute.of_all_heads(weight)
+        inner, strides, (d, x_rows, z_rows) = run_norms.kept_in_levels((d,), (x, z), (rstd, weight))
+        weight = run_norms.of_all_heads(weight)
         call = NormGatedBackward(
             d=d,
             x=x_rows,

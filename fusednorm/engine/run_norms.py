@@ -33,7 +33,7 @@ from fusednorm.calls.checks import (
 )
 from fusednorm.calls.memory import Layout, in_levels, lies_in_rows, new_like, packed
 from fusednorm.calls.scalars import number
-from fusednorm.engine import fast_path
+from fusednorm.engine import open_fast_path
 from fusednorm.engine.checked_backend import FirstCalls
 from fusednorm.engine.choose import Chosen, select, selected, serving
 
@@ -59,7 +59,7 @@ def chosen_for(operation: Operation) -> Chosen | None:
     except KeyError:
         backend, explanation = select(operation)
         explanation.warn()
-        fast_path.open_for(explanation)
+        open_fast_path.open_for(explanation)
         return backend
 
 
@@ -269,7 +269,7 @@ def backward(
     if are_of_no_rows(h, dweight, dbias) or (dx is None and dweight is None and dbias is None):
         return gradients
     center = operation.center
-    if fast_path.backward(
+    if open_fast_path.backward(
         backend, dy, d_residual_out, h, rstd, weight, dx, dresidual, dweight, dbias, weight_offset, center
     ):
         return gradients

@@ -15,7 +15,7 @@ from fusednorm.calls.call import Flags as NormFlags
 from fusednorm.calls.checks import check_kept
 from fusednorm.calls.memory import new, new_like, packed, two_levels
 from fusednorm.declare.plan import Flags, Operands, Plan
-from fusednorm.engine import execute
+from fusednorm.engine import run_norms
 from fusednorm.engine.choose import Chosen
 from fusednorm.engine.run import as_new, backend_of, launch
 
@@ -154,7 +154,7 @@ def rotated(
     strides: dict[str, Strides] = {"cos": of_cos, "sin": of_sin, "positions": of_positions}
     for at, (name, one) in enumerate(zip("qk", sets, strict=False)):
         tensors |= {name: inputs[at], f"{name}_out": found[at], f"{name}_rstd": one.rstd}
-        tensors[f"{name}_weight"] = execute.of_all_heads(one.weight)
+        tensors[f"{name}_weight"] = run_norms.of_all_heads(one.weight)
         strides |= {name: of_sets[at], f"{name}_out": of_sets[at + len(sets)]}
     tensors |= {"cos": cos, "sin": sin, "positions": positions}
     exist, size = [x for x in inputs if x.numel()], inputs[0].shape[-1]
@@ -202,8 +202,8 @@ def backward(given: Mapping[str, Any], needs: Sequence[bool]) -> tuple[Tensor | 
         x, weight = given[name], given[f"{name}_weight"]
         operation = operation_of(x, None, weight, flags)
         of_rows = (needed[name], False, needed[f"{name}_weight"])
-        found[name], _, found[f"{name}_weight"], _ = execute.backward(
-            *(execute.backend_of(operation), operation, d, None, x, given[f"{name}_rstd"], weight),
+        found[name], _, found[f"{name}_weight"], _ = run_norms.backward(
+            *(run_norms.backend_of(operation), operation, d, None, x, given[f"{name}_rstd"], weight),
             *(flags.weight_offset, of_rows),
         )
     return tuple(found.get(name) for name in _WITH_GRADIENTS)
