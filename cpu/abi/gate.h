@@ -37,9 +37,6 @@ static inline int fn_gate_step(const struct fn_gate *g, int operand) {
     return g->flags & FN_IN_TURNS && !alone ? 2 : 1;
 }
 
-/* Elements that are computed together, and that a thread takes at least: their buffers stay in the first cache. */
-enum { FN_GATE_TILE = 512 };
-
 _Static_assert(sizeof(struct fn_gate) <= sizeof(struct fn_call), "FN_PACKED has room for both");
 
 /* The gate that follows the last call of a chain in memory; NULL if there is none. */

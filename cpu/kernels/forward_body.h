@@ -196,7 +196,7 @@ static void forward_overlapped(const struct plan *p, const struct fn_forward_job
 /* Of rows that are centered, none of which is in scratch, more go together: two sums would keep the processor waiting. */
 static int64_t centered_batch_rows(const struct fn_forward_job *job) {
     int64_t element = fn_element_size(job->x_kind) + fn_element_size(job->residual_kind);
-    int64_t rows = 2 * BATCH_BYTES / element / fn_float_row(job->hidden);
+    int64_t rows = 2 * FN_BATCH_BYTES / element / fn_float_row(job->hidden);
     return rows < 1 ? 1 : rows < BATCH ? rows : BATCH;
 }
 

@@ -15,10 +15,8 @@ static int64_t head_after(const struct affine *a, int64_t head) { return head + 
 
 /*
  * Consecutive rows that go through the passes together: the last steps of a row's sum, a root and a division overlap
- * with work on the other rows. If rows are short, all of them fit the nearest cache. Twice as many bytes were slower
- * from memory.
+ * with work on the other rows. If rows are short, all of them fit the nearest cache.
  */
-enum { BATCH_BYTES = 16 * 1024 };
 struct batch {
     int64_t rows;
     int norm; /* the kind that h * rstd is rounded to, or NONE */
@@ -35,7 +33,7 @@ struct batch {
 
 static int64_t batch_rows(const struct fn_forward_job *job) {
     int64_t element = fn_element_size(job->x_kind) + fn_element_size(job->residual_kind), room = fn_float_row(job->hidden);
-    int64_t rows = BATCH_BYTES / element < FN_KEPT ? BATCH_BYTES / element / room : FN_KEPT / room;
+    int64_t rows = FN_BATCH_BYTES / element < FN_KEPT ? FN_BATCH_BYTES / element / room : FN_KEPT / room;
     return rows < 1 ? 1 : rows < BATCH ? rows : BATCH;
 }
 

@@ -44,7 +44,8 @@
 #include <string.h>
 
 #include "machine/half.h"
-#include "abi/kinds.h"
+#include "kernels/jobs.h"
+#include "machine/kinds.h"
 
 #if defined(__clang__)
 #pragma STDC FP_CONTRACT OFF

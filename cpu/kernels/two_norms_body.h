@@ -61,11 +61,7 @@ FN_INLINE void add_normed_eight(int kind, int norm, int passed, int stream, cons
         add_to_residual(kind, stream, row, u_index(i + k * UNIT), UNIT, u_load(kind, rounded, k * UNIT, UNIT));
 }
 
-/*
- * Fetches eight units into the second cache, which are read after so many elements: with three rows under way, memory's
- * prefetchers alone left a call half again as long. One segment ahead was slower for float.
- */
-enum { AHEAD_OF_PASSES = 2 * FN_SEGMENT };
+/* Fetches eight units into the second cache: with three rows under way, memory's prefetchers alone left a call half again as long. */
 FN_INLINE void fetch_eight(int kind, const void *row, int64_t i) {
     const int size = kind == F32 ? 4 : 2;
     for (int k = 0; k < 8 * UNIT * size; k += FN_ALIGNMENT) FN_PREFETCH_2((const char *)row + i * size + k);
@@ -108,7 +104,7 @@ FN_INLINE float sum_of_x(int kind, const void *x, int64_t hidden, float *sums, i
     for (; begin + FN_SEGMENT <= hidden; begin += FN_SEGMENT, s++) {
         FN_ROLLED
         for (int c = 0; c < 128; c += UNIT) {
-            if (fetches) fetch_eight(kind, x, begin + 8 * c + AHEAD_OF_PASSES);
+            if (fetches) fetch_eight(kind, x, begin + 8 * c + FN_AHEAD_OF_PASSES);
             u_store(F32, columns, c, UNIT, column_of(kind, x, begin + c));
         }
         sums[s] = u_halve(kind == BF16P, sum_units(columns, 128));
@@ -133,15 +129,15 @@ FN_INLINE void add_normed_row(int kind, int norm, int passed, int together, cons
     for (; begin + FN_SEGMENT <= hidden; begin += FN_SEGMENT, s++) {
         FN_ROLLED
         for (int c = 0; by_column && c < 128; c += UNIT) {
-            if (row->fetches) fetch_eight(kind, row->residual, begin + 8 * c + AHEAD_OF_PASSES);
+            if (row->fetches) fetch_eight(kind, row->residual, begin + 8 * c + FN_AHEAD_OF_PASSES);
 #define SQUARE(k) add_normed_unit(kind, norm, passed, MAY_STREAM, row, u_index(begin + c + (k)), UNIT)
             u_store(F32, columns, c, UNIT, SUM_OF_EIGHT(SQUARE, 128));
 #undef SQUARE
         }
         FN_ROLLED
         for (int c = 0; !by_column && c < 128; c += UNIT) {
-            if (together && row->fetches) fetch_eight(kind, row->residual, begin + 8 * c + AHEAD_OF_PASSES);
-            if (together && row->fetches && row->next_x) fetch_eight(kind, row->next_x, begin + 8 * c + AHEAD_OF_PASSES);
+            if (together && row->fetches) fetch_eight(kind, row->residual, begin + 8 * c + FN_AHEAD_OF_PASSES);
+            if (together && row->fetches && row->next_x) fetch_eight(kind, row->next_x, begin + 8 * c + FN_AHEAD_OF_PASSES);
             add_normed_eight(kind, norm, passed, together, row, begin + 8 * c);
             if (together && row->next_x) u_store(F32, next_columns, c, UNIT, column_of(kind, row->next_x, begin + c));
             if (together && row->previous) scale_eight(kind, norm, NONE, &previous, begin + 8 * c);

@@ -1,5 +1,5 @@
 /* The instruction sets that this processor and its operating system can run. AArch64 always has NEON. */
-#include "abi/fusednorm_cpu.h"
+#include "machine/cpu_features.h"
 #include "machine/target.h"
 
 #if defined(FN_X86_64)

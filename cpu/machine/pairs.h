@@ -33,7 +33,7 @@
  */
 #include <stdint.h>
 
-#include "abi/kinds.h"
+#include "machine/kinds.h"
 #include "machine/target.h"
 
 enum { UNIT = 2 * LANES };

@@ -8,7 +8,7 @@
 
 #include <Python.h>
 
-#include "abi/fusednorm_cpu.h"
+#include "run/run.h"
 
 /* DLPack 1.3, as far as it is used here (dmlc.github.io/dlpack/latest/c_api.html). */
 typedef struct {

@@ -2,7 +2,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "abi/fusednorm_cpu.h"
+#include "run/run.h"
 
 struct work {
     const struct fn_attention *job;

@@ -1,7 +1,7 @@
 /* Divides the rows of a backward pass among threads, and adds up the weight's gradient in the spec's order. */
 #include <stdlib.h>
 
-#include "abi/fusednorm_cpu.h"
+#include "run/run.h"
 #include "machine/ieee.h"
 #include "run/tuning.h"
 
@@ -247,8 +247,8 @@ int fn_backward(const struct fn_call *c) {
         call.job.bias_sums = call.job.sums;
         call.job.sums *= 2;
     }
-    /* A gate's part has brought its rows into the caches. Else a call reads two operands, or three, for each gradient. */
-    call.job.from_memory = !gated && c->rows * call.job.dx_stride >= fn_tuning()->from_memory / 2;
+    /* A gate's part has brought its rows into the caches. */
+    call.job.from_memory = !gated && fn_gradients_come_from_memory(c->rows * call.job.dx_stride);
     call.job.bypass_cache = call.job.from_memory && (o[FN_DX].address | (uintptr_t)call.job.dx_stride) % FN_ALIGNMENT == 0;
     call.block = (rows + ROW_BLOCKS - 1) / ROW_BLOCKS; /* ceil(M / min(M, 256)) */
     call.blocks = (rows + call.block - 1) / call.block;

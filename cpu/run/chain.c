@@ -1,5 +1,5 @@
 /* Forward passes: one call, or a chain of calls, a block of rows after the other, divided among threads. */
-#include "abi/fusednorm_cpu.h"
+#include "run/run.h"
 #include "machine/ieee.h"
 #include "run/tuning.h"
 

@@ -1,7 +1,7 @@
 /* Divides rows of a declared operation among threads; or the segments of each row, where there are fewer rows than threads. */
 #include <stdlib.h>
 
-#include "abi/fusednorm_cpu.h"
+#include "run/run.h"
 #include "run/tuning.h"
 
 struct work {

@@ -1,5 +1,5 @@
 /* Divides the elements of a gate among threads, and passes rows that follow each other to the kernels as one. */
-#include "abi/fusednorm_cpu.h"
+#include "run/run.h"
 #include "run/tuning.h"
 
 const struct fn_ahead fn_nothing_ahead = {0};

@@ -1,7 +1,7 @@
 /* The instruction sets, and the one in use. */
 #include <string.h>
 
-#include "abi/fusednorm_cpu.h"
+#include "run/run.h"
 #include "machine/target.h"
 #include "run/tuning.h"
 

@@ -2,7 +2,7 @@
  * Normalises and rotates heads, a block of rows at a time: what the norm writes is still in the caches when it is rotated.
  * q and k of a row are rotated with one row of the tables, which is widened once.
  */
-#include "abi/fusednorm_cpu.h"
+#include "run/run.h"
 #include "machine/ieee.h"
 #include "run/tuning.h"
 

@@ -1,5 +1,5 @@
 /* Runs a call of any kind. */
-#include "abi/fusednorm_cpu.h"
+#include "run/run.h"
 
 int fn_run(const struct fn_call *call) {
     if (call->flags & FN_GATE_ONLY) {

@@ -1,5 +1,5 @@
 /* The sizes of the buffers that kernels need beside the operands. */
-#include "abi/fusednorm_cpu.h"
+#include "run/run.h"
 
 /* float64: two rows. Else: kept rows, the sums of two rows' segments, and two rows if outputs bypass the cache. */
 size_t fn_scratch_bytes(const struct fn_forward_job *job) {

@@ -12,7 +12,7 @@
 
 #include <stdlib.h>
 
-#include "abi/fusednorm_cpu.h"
+#include "run/run.h"
 #include "machine/ieee.h"
 
 #if defined(_WIN32)

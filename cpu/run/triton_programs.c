@@ -1,7 +1,7 @@
 /* Runs Triton's compiled kernels for CPUs; see triton_programs.h. */
 #include "abi/triton_programs.h"
 
-#include "abi/fusednorm_cpu.h"
+#include "run/run.h"
 
 /*
  * The arguments of a kernel: operands, strides and other integers, numbers such as `eps`, and the program. P3 is three

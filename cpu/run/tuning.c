@@ -53,6 +53,8 @@ void fn_choose_tuning(const char *isa) {
     }
 }
 
+int fn_gradients_come_from_memory(int64_t bytes) { return bytes >= in_use.from_memory / 2; }
+
 /* Whether all rows of an operand begin and end with a cache line. */
 static int on_border(const struct fn_operand *o, int64_t hidden) {
     const uintptr_t item = (uintptr_t)fn_element_size(o->kind);
@@ -101,8 +103,8 @@ void fn_tune(struct fn_forward_job *job, int64_t rows) {
     const int64_t *const two_norms = job->x_kind == FN_F32 ? in_use.two_norms_f32 : in_use.two_norms;
     const int centered = (job->flags & FN_CENTER) != 0;
     job->ahead = in_use.ahead[centered];
-    /* Rows that are long enough for that to matter, and short enough for the second cache. */
-    const int fits = job->hidden >= FN_SEGMENT && job->hidden <= 8 * FN_SEGMENT;
+    /* Shorter rows are fetched by the processor in time. */
+    const int fits = job->hidden >= FN_SEGMENT && job->hidden <= FN_FETCHED_ROW;
     job->fetches_next = in_use.fetches_next[centered] && job->from_memory && fits;
     job->overlaps = overlaps(job, rows);
     job->two_norms_overlap = job->hidden <= two_norms[job->from_memory];

@@ -2,7 +2,7 @@
 #ifndef FUSEDNORM_TUNING_H
 #define FUSEDNORM_TUNING_H
 
-#include "abi/fusednorm_cpu.h"
+#include "run/run.h"
 
 #define FN_ALWAYS INT64_MAX /* as a longest row */
 enum { FN_NEVER = 0 };
@@ -54,6 +54,9 @@ struct fn_tuning {
 
 struct fn_tuning *fn_tuning(void); /* the row in use */
 void fn_choose_tuning(const char *isa); /* as is fit for the processor, and for the instruction set in use */
+
+/* Whether what gradients of so many bytes are computed from comes from memory: two operands, or three, for each gradient. */
+int fn_gradients_come_from_memory(int64_t bytes);
 
 /* Whether the output of a gate bypasses the caches. */
 int fn_gate_bypasses_cache(const struct fn_gate *gate);

@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "abi/fusednorm_cpu.h"
+#include "run/run.h"
 #include "machine/target.h"
 
 /* The processors, and what their instruction sets are. */

@@ -5,7 +5,7 @@
 #include <arm_sve.h>
 #include <stdint.h>
 
-#include "abi/kinds.h"
+#include "machine/kinds.h"
 #include "machine/target.h"
 
 #define UNIT ((int)svcntw())

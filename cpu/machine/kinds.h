@@ -2,7 +2,7 @@
 #ifndef FUSEDNORM_KINDS_H
 #define FUSEDNORM_KINDS_H
 
-#include "abi/fusednorm_cpu.h"
+#include "abi/call.h"
 
 /*
  * BF16P: bfloat16 by parity, where the first half of a unit holds the even elements and the second half
