@@ -115,27 +115,27 @@ FN_INLINE REAL OF(activated_and_slope)(int activation, REAL alpha, REAL z, REAL 
 /* n, which callers make a multiple of `together`; GCC sees that no loop ends with single elements. */
 FN_INLINE int OF(whole)(int n) { return n / (int)OF(together) * (int)OF(together); }
 
+/* One function with its constants. */
+FN_INLINE void OF(activate_with)(int activation, REAL alpha, const REAL *restrict z, int n, REAL *restrict f, REAL *restrict slope) {
+    if (slope) {
+        FN_VECTORS()
+        for (int i = 0; i < n; i++) f[i] = OF(activated_and_slope)(activation, alpha, z[i], &slope[i]);
+    } else {
+        FN_VECTORS()
+        for (int i = 0; i < n; i++) f[i] = OF(activated)(activation, alpha, z[i]);
+    }
+}
+
 /* Elements of a gate through its function, and with `slope` unless that is NULL. */
 static FN_NOINLINE void OF(activate)(int activation, REAL alpha, const REAL *restrict z, int n, REAL *restrict f,
                                      REAL *restrict slope) {
     n = OF(whole)(n);
-#define EACH(activation)                                                                             \
-    do {                                                                                             \
-        if (slope) {                                                                                 \
-            FN_VECTORS()                                                                             \
-            for (int i = 0; i < n; i++) f[i] = OF(activated_and_slope)(activation, alpha, z[i], &slope[i]); \
-        } else {                                                                                     \
-            FN_VECTORS()                                                                             \
-            for (int i = 0; i < n; i++) f[i] = OF(activated)(activation, alpha, z[i]);                      \
-        }                                                                                            \
-    } while (0)
-    if (activation == FN_SILU) EACH(FN_SILU);
-    else if (activation == FN_SIGMOID) EACH(FN_SIGMOID);
-    else if (activation == FN_GELU_TANH) EACH(FN_GELU_TANH);
-    else if (activation == FN_GELU) EACH(FN_GELU);
-    else if (activation == FN_RELU2) EACH(FN_RELU2);
-    else EACH(SWISH);
-#undef EACH
+    if (activation == FN_SILU) OF(activate_with)(FN_SILU, alpha, z, n, f, slope);
+    else if (activation == FN_SIGMOID) OF(activate_with)(FN_SIGMOID, alpha, z, n, f, slope);
+    else if (activation == FN_GELU_TANH) OF(activate_with)(FN_GELU_TANH, alpha, z, n, f, slope);
+    else if (activation == FN_GELU) OF(activate_with)(FN_GELU, alpha, z, n, f, slope);
+    else if (activation == FN_RELU2) OF(activate_with)(FN_RELU2, alpha, z, n, f, slope);
+    else OF(activate_with)(SWISH, alpha, z, n, f, slope);
 }
 
 /*

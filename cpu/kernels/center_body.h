@@ -62,27 +62,34 @@ FN_INLINE float sum_terms(struct terms of, const struct row *row, int64_t hidden
     return halve_sums(row->sums, sums);
 }
 
-#define SUMS_OF_ROW(kind_)                                                                                              \
-    static float sum_##kind_(const void *h, float mean, int64_t hidden, int64_t ahead, float *sums) {                  \
-        const struct row row = {.x = h, .sums = sums, .ahead = ahead};                                                 \
-        (void)mean;                                                                                                    \
-        return sum_terms((struct terms){.kind = kind_, .residual = NONE}, &row, hidden);                               \
-    }                                                                                                                  \
-    static float squares_##kind_(const void *h, float mean, int64_t hidden, int64_t ahead, float *sums) {              \
-        const struct row row = {.x = h, .sums = sums, .ahead = ahead};                                                 \
-        return sum_terms((struct terms){.kind = kind_, .squares = 1, .mean = mean}, &row, hidden);                     \
-    }                                                                                                                  \
-    static void add_##kind_(const struct fn_forward_job *job, struct batch *batch) {                                   \
-        for (int64_t k = 0; k < batch->rows; k++) {                                                                    \
-            char *const stream = batch->residual_out ? batch->residual_out + k * batch->residual_out_stride : NULL;            \
-            const struct extra_outputs extra = {.residual_out = stream};                                               \
-            struct row row = row_at(kind_, job, k);                                                                    \
-            row.extra = stream ? &extra : NULL;                                                                        \
-            row.sums = batch->sums;                                                                                    \
-            const float sum = sum_terms((struct terms){.kind = kind_, .residual = kind_}, &row, job->hidden);          \
-            batch->mean[k] = sum / (float)job->hidden + 0.0f; /* never -0 */                                           \
-        }                                                                                                              \
+/* The sum of a row's elements or, with `squares`, of the squares of their differences from the mean. */
+FN_INLINE float sum_of_row(int kind, int squares, const void *h, float mean, int64_t hidden, int64_t ahead, float *sums) {
+    const struct row row = {.x = h, .sums = sums, .ahead = ahead};
+    return sum_terms((struct terms){.kind = kind, .residual = NONE, .squares = squares, .mean = mean}, &row, hidden);
+}
+
+/* Adds the residual to a batch's rows, and takes their means. */
+FN_INLINE void add_rows_and_take_means(int kind, const struct fn_forward_job *job, struct batch *batch) {
+    for (int64_t k = 0; k < batch->rows; k++) {
+        char *const stream = batch->residual_out ? batch->residual_out + k * batch->residual_out_stride : NULL;
+        const struct extra_outputs extra = {.residual_out = stream};
+        struct row row = row_at(kind, job, k);
+        row.extra = stream ? &extra : NULL;
+        row.sums = batch->sums;
+        const float sum = sum_terms((struct terms){.kind = kind, .residual = kind}, &row, job->hidden);
+        batch->mean[k] = sum / (float)job->hidden + 0.0f; /* never -0 */
     }
+}
+
+#define SUMS_OF_ROW(kind)                                                                                \
+    static float sum_##kind(const void *h, float mean, int64_t hidden, int64_t ahead, float *sums) {     \
+        (void)mean;                                                                                      \
+        return sum_of_row(kind, 0, h, 0, hidden, ahead, sums);                                           \
+    }                                                                                                    \
+    static float squares_##kind(const void *h, float mean, int64_t hidden, int64_t ahead, float *sums) { \
+        return sum_of_row(kind, 1, h, mean, hidden, ahead, sums);                                        \
+    }                                                                                                    \
+    static void add_##kind(const struct fn_forward_job *job, struct batch *batch) { add_rows_and_take_means(kind, job, batch); }
 #define SUM_OF_ROW_ENTRY(kind) [kind] = sum_##kind,
 #define SQUARES_OF_ROW_ENTRY(kind) [kind] = squares_##kind,
 #define ADD_ROWS_ENTRY(kind) [kind] = add_##kind,

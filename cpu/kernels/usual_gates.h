@@ -55,44 +55,40 @@ FN_INLINE float usual_exponential(float r, uint32_t power) {
     return f32_of_bits(bits_of_f32(p * square - r + 1) + power);
 }
 
-#define EACH(which)                                                                                         \
-    do {                                                                                                    \
-        const int activation = which;                                                                       \
-        if (!slope) {                                                                                       \
-            if (!reduce(activation, alpha, FN_FORWARD, z, n, rest, power)) return 0;                        \
-            FN_VECTORS()                                                                                    \
-            for (int i = 0; i < n; i++)                                                                     \
-                f[i] = (activation == FN_SIGMOID ? 1 : z[i]) / (1 + usual_exponential(rest[i], power[i]));  \
-            return 1;                                                                                       \
-        }                                                                                                   \
-        if (!reduce(activation, alpha, FN_BACKWARD, z, n, rest, power)) return 0;                           \
-        FN_VECTORS()                                                                                        \
-        for (int i = 0; i < n; i++) {                                                                       \
-            const float e = usual_exponential(rest[i], power[i]), s = 1 / (1 + e);                          \
-            f[i] = activation == FN_SIGMOID ? s : z[i] / (1 + e);                                           \
-            slope[i] = f[i] * (e * s);                                                                      \
-            if (activation == FN_GELU_TANH) slope[i] *= slope_of_argument_float(z[i]);                      \
-            if (activation == SWISH) slope[i] *= alpha;                                                     \
-            if (activation != FN_SIGMOID) slope[i] += s;                                                    \
-        }                                                                                                   \
-        return 1;                                                                                           \
-    } while (0)
+/* One function with its constants; 0, if a gate is not usual. */
+FN_INLINE int activate_usual_with(int activation, float alpha, const float *restrict z, int n, float *restrict f,
+                                  float *restrict slope) {
+    float rest[FN_GATE_TILE];
+    uint32_t power[FN_GATE_TILE];
+    if (!slope) {
+        if (!reduce(activation, alpha, FN_FORWARD, z, n, rest, power)) return 0;
+        FN_VECTORS()
+        for (int i = 0; i < n; i++)
+            f[i] = (activation == FN_SIGMOID ? 1 : z[i]) / (1 + usual_exponential(rest[i], power[i]));
+        return 1;
+    }
+    if (!reduce(activation, alpha, FN_BACKWARD, z, n, rest, power)) return 0;
+    FN_VECTORS()
+    for (int i = 0; i < n; i++) {
+        const float e = usual_exponential(rest[i], power[i]), s = 1 / (1 + e);
+        f[i] = activation == FN_SIGMOID ? s : z[i] / (1 + e);
+        slope[i] = f[i] * (e * s);
+        if (activation == FN_GELU_TANH) slope[i] *= slope_of_argument_float(z[i]);
+        if (activation == SWISH) slope[i] *= alpha;
+        if (activation != FN_SIGMOID) slope[i] += s;
+    }
+    return 1;
+}
 
 /* activate_float for usual gates; 0, if some are not, having done nothing that counts. */
 FN_ON_A_LINE
 static FN_NOINLINE int activate_usual(int activation, const float *restrict z, int n, float *restrict f, float *restrict slope) {
-    const float alpha = 1;
-    float rest[FN_GATE_TILE];
-    uint32_t power[FN_GATE_TILE];
-    if (activation == FN_SILU) EACH(FN_SILU);
-    else if (activation == FN_SIGMOID) EACH(FN_SIGMOID);
-    else EACH(FN_GELU_TANH);
+    if (activation == FN_SILU) return activate_usual_with(FN_SILU, 1, z, n, f, slope);
+    if (activation == FN_SIGMOID) return activate_usual_with(FN_SIGMOID, 1, z, n, f, slope);
+    return activate_usual_with(FN_GELU_TANH, 1, z, n, f, slope);
 }
 
 /* The same of z * sigmoid(alpha * z), apart: in one function the loops of the others begin elsewhere and take longer. */
 static FN_NOINLINE int activate_usual_swish(float alpha, const float *restrict z, int n, float *restrict f, float *restrict slope) {
-    float rest[FN_GATE_TILE];
-    uint32_t power[FN_GATE_TILE];
-    EACH(SWISH);
+    return activate_usual_with(SWISH, alpha, z, n, f, slope);
 }
-#undef EACH

@@ -4,23 +4,24 @@
 #include "run/run.h"
 
 /*
- * The arguments of a kernel: operands, strides and other integers, numbers such as `eps`, and the program. P3 is three
- * pointers, I4 four integers.
+ * Arguments stand once, in the order of the Triton function, each as POINTER, WHOLE, NUMBER (of the kernel's type) or
+ * SINGLE (a float whatever that type is): a list gives the types of a kernel's parameters, and the values.
  */
-#define P3 void *, void *, void *
-#define P5 P3, void *, void *
-#define P8 P5, P3
-#define P9 P8, void *
-#define I4 int64_t, int64_t, int64_t, int64_t
-#define I8 I4, I4
-#define I12 I8, I4
-#define I16 I12, I4
-#define PROGRAM uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t
-#define FORWARD(REAL) void (*)(P8, I16, REAL, REAL, REAL, PROGRAM)
-#define BACKWARD(REAL) void (*)(P9, I8, int64_t, int64_t, int64_t, REAL, PROGRAM)
-#define QUANTIZE(REAL) \
-    void (*)(P9, I16, I4, int64_t, int64_t, REAL, REAL, REAL, float, float, float, float, float, PROGRAM)
-#define LOG_PROB(REAL) void (*)(P8, P3, I8, int64_t, int64_t, int64_t, REAL, PROGRAM)
+#define POINTER_TYPE(value) void *,
+#define WHOLE_TYPE(value) int64_t,
+#define float_TYPE(value) float,
+#define double_TYPE(value) double,
+#define POINTER_VALUE(value) (void *)(value),
+#define VALUE(value) value,
+#define float_VALUE(value) (float)(value),
+#define double_VALUE(value) (double)(value),
+#define TYPES(LIST, REAL) LIST(POINTER_TYPE, WHOLE_TYPE, REAL##_TYPE, float_TYPE)
+#define VALUES(LIST, REAL) LIST(POINTER_VALUE, VALUE, REAL##_VALUE, float_VALUE)
+
+/* Runs one program of a grid of one dimension; every kernel ends with the program and the grid's size. */
+#define CALL(LIST, REAL)                                                                                                   \
+    ((void (*)(TYPES(LIST, REAL) uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t))g->kernel)(VALUES(LIST, REAL) \
+        program, 0, 0, (uint32_t)g->programs, 1, 1)
 
 struct grid {
     uintptr_t kernel;
@@ -42,15 +43,15 @@ static void run_forward(const struct grid *g, uint32_t program) {
     if (g->gate) z = &g->gate->operand[FN_GATE];
     if (c->flags & FN_GATE_BEFORE) x = &g->gate->operand[FN_GATED];
     if (c->flags & FN_GATE_AFTER) out = &g->gate->operand[FN_GATE_OUT];
-#define CALL(REAL) \
-    ((FORWARD(REAL))g->kernel)( \
-        at(x), at(residual), at(weight), at(out), at(sum), at(rstd), at(bias), at(z), x->stride, residual->stride, out->stride, \
-        sum->stride, z->stride, c->inner, fn_jump_of(c, x), fn_jump_of(c, residual), fn_jump_of(c, out), fn_jump_of(c, sum), \
-        fn_jump_of(c, z), c->hidden, rstd->kind != FN_NONE, weight->stride, bias->stride, c->heads, (REAL)c->eps, \
-        (REAL)c->weight_offset, (REAL)g->x_scale, program, 0, 0, (uint32_t)g->programs, 1, 1)
-    if (wide) CALL(double);
-    else CALL(float);
-#undef CALL
+#define FORWARD(POINTER, WHOLE, NUMBER, SINGLE)                                                                  \
+    POINTER(at(x)) POINTER(at(residual)) POINTER(at(weight)) POINTER(at(out)) POINTER(at(sum)) POINTER(at(rstd)) \
+    POINTER(at(bias)) POINTER(at(z)) WHOLE(x->stride) WHOLE(residual->stride) WHOLE(out->stride)                 \
+    WHOLE(sum->stride) WHOLE(z->stride) WHOLE(c->inner) WHOLE(fn_jump_of(c, x)) WHOLE(fn_jump_of(c, residual))   \
+    WHOLE(fn_jump_of(c, out)) WHOLE(fn_jump_of(c, sum)) WHOLE(fn_jump_of(c, z)) WHOLE(c->hidden)                 \
+    WHOLE(rstd->kind != FN_NONE) WHOLE(weight->stride) WHOLE(bias->stride) WHOLE(c->heads) NUMBER(c->eps)        \
+    NUMBER(c->weight_offset) NUMBER(g->x_scale)
+    if (wide) CALL(FORWARD, double);
+    else CALL(FORWARD, float);
 }
 
 static void run_quantizer(const struct grid *g, uint32_t program) {
@@ -59,50 +60,49 @@ static void run_quantizer(const struct grid *g, uint32_t program) {
     const struct fn_operand *x = &c->operand[FN_X], *residual = x + FN_RESIDUAL, *weight = x + FN_WEIGHT, *out = x + FN_OUT;
     const struct fn_operand *sum = x + FN_RESIDUAL_OUT, *bias = x + FN_BIAS;
     enum { SIZE = 4 }; /* of a scale, and of a zero point: their strides are in bytes */
-#define CALL(REAL) \
-    ((QUANTIZE(REAL))g->kernel)( \
-        at(x), at(residual), at(weight), at(out), at(sum), at(bias), (void *)q->out, (void *)q->scale, (void *)q->zero_point, \
-        x->stride, residual->stride, out->stride, sum->stride, q->out_stride, q->scale_stride / SIZE, \
-        q->scale_group_stride / SIZE, q->zero_point_stride / SIZE, q->zero_point_group_stride / SIZE, c->inner, \
-        fn_jump_of(c, x), fn_jump_of(c, residual), fn_jump_of(c, out), fn_jump_of(c, sum), \
-        fn_jump(c, q->out_outer_stride, q->out_stride), fn_jump(c, q->scale_outer_stride, q->scale_stride) / SIZE, \
-        fn_jump(c, q->zero_point_outer_stride, q->zero_point_stride) / SIZE, c->hidden, q->group ? q->group : c->hidden, \
-        weight->stride, bias->stride, c->heads, (REAL)c->eps, (REAL)c->weight_offset, (REAL)g->x_scale, (float)q->qmin, \
-        (float)q->qmax, (float)q->amax_floor, (float)q->amax_limit, (float)q->scale_floor, program, 0, 0, \
-        (uint32_t)g->programs, 1, 1)
-    if (x->kind == FN_F64) CALL(double);
-    else CALL(float);
-#undef CALL
+#define QUANTIZE(POINTER, WHOLE, NUMBER, SINGLE)                                                                    \
+    POINTER(at(x)) POINTER(at(residual)) POINTER(at(weight)) POINTER(at(out)) POINTER(at(sum)) POINTER(at(bias))    \
+    POINTER(q->out) POINTER(q->scale) POINTER(q->zero_point) WHOLE(x->stride) WHOLE(residual->stride)               \
+    WHOLE(out->stride) WHOLE(sum->stride) WHOLE(q->out_stride) WHOLE(q->scale_stride / SIZE)                        \
+    WHOLE(q->scale_group_stride / SIZE) WHOLE(q->zero_point_stride / SIZE)                                          \
+    WHOLE(q->zero_point_group_stride / SIZE) WHOLE(c->inner) WHOLE(fn_jump_of(c, x)) WHOLE(fn_jump_of(c, residual)) \
+    WHOLE(fn_jump_of(c, out)) WHOLE(fn_jump_of(c, sum)) WHOLE(fn_jump(c, q->out_outer_stride, q->out_stride))       \
+    WHOLE(fn_jump(c, q->scale_outer_stride, q->scale_stride) / SIZE)                                                \
+    WHOLE(fn_jump(c, q->zero_point_outer_stride, q->zero_point_stride) / SIZE) WHOLE(c->hidden)                     \
+    WHOLE(q->group ? q->group : c->hidden) WHOLE(weight->stride) WHOLE(bias->stride) WHOLE(c->heads) NUMBER(c->eps) \
+    NUMBER(c->weight_offset) NUMBER(g->x_scale) SINGLE(q->qmin) SINGLE(q->qmax) SINGLE(q->amax_floor)               \
+    SINGLE(q->amax_limit) SINGLE(q->scale_floor)
+    if (x->kind == FN_F64) CALL(QUANTIZE, double);
+    else CALL(QUANTIZE, float);
 }
 
 static void run_gate(const struct grid *g, uint32_t program) {
     const struct fn_call *c = g->call;
     const struct fn_operand *d = &g->gate->operand[FN_GATE_D], *y = d + FN_GATED, *z = d + FN_GATE, *out = d + FN_GATE_OUT;
     const struct fn_operand *dz = d + FN_GATE_DZ; /* and out is the gradient of y */
-    if (c->pass == FN_FORWARD)
-        ((void (*)(P3, I8, PROGRAM))g->kernel)(at(y), at(z), at(out), y->stride, z->stride, out->stride, c->inner,
-                                               fn_jump_of(c, y), fn_jump_of(c, z), fn_jump_of(c, out), c->hidden, program,
-                                               0, 0, (uint32_t)g->programs, 1, 1);
-    else
-        ((void (*)(P5, I12, PROGRAM))g->kernel)(
-            at(d), at(y), at(z), at(out), at(dz), d->stride, y->stride, z->stride, out->stride, dz->stride, c->inner,
-            fn_jump_of(c, d), fn_jump_of(c, y), fn_jump_of(c, z), fn_jump_of(c, out), fn_jump_of(c, dz), c->hidden, program,
-            0, 0, (uint32_t)g->programs, 1, 1);
+#define GATE(POINTER, WHOLE, NUMBER, SINGLE)                                                            \
+    POINTER(at(y)) POINTER(at(z)) POINTER(at(out)) WHOLE(y->stride) WHOLE(z->stride) WHOLE(out->stride) \
+    WHOLE(c->inner) WHOLE(fn_jump_of(c, y)) WHOLE(fn_jump_of(c, z)) WHOLE(fn_jump_of(c, out)) WHOLE(c->hidden)
+#define GATE_BACKWARD(POINTER, WHOLE, NUMBER, SINGLE)                                                               \
+    POINTER(at(d)) POINTER(at(y)) POINTER(at(z)) POINTER(at(out)) POINTER(at(dz)) WHOLE(d->stride) WHOLE(y->stride) \
+    WHOLE(z->stride) WHOLE(out->stride) WHOLE(dz->stride) WHOLE(c->inner) WHOLE(fn_jump_of(c, d))                   \
+    WHOLE(fn_jump_of(c, y)) WHOLE(fn_jump_of(c, z)) WHOLE(fn_jump_of(c, out)) WHOLE(fn_jump_of(c, dz)) WHOLE(c->hidden)
+    if (c->pass == FN_FORWARD) CALL(GATE, float); /* these kernels take no number */
+    else CALL(GATE_BACKWARD, float);
 }
 
 static void run_backward(const struct grid *g, uint32_t program) {
     const struct fn_call *c = g->call;
     const struct fn_operand *dy = &c->operand[FN_DY], *d_sum = dy + FN_D_RESIDUAL_OUT, *h = dy + FN_H;
     const struct fn_operand *rstd = dy + FN_BACKWARD_RSTD;
-#define CALL(REAL) \
-    ((BACKWARD(REAL))g->kernel)( \
-        at(dy), at(d_sum), at(h), at(rstd), at(dy + FN_BACKWARD_WEIGHT), at(dy + FN_DX), at(dy + FN_DRESIDUAL), \
-        at(dy + FN_PARTIAL), at(dy + FN_DWEIGHT), dy->stride, d_sum->stride, h->stride, c->inner, fn_jump_of(c, dy), \
-        fn_jump_of(c, d_sum), fn_jump_of(c, h), c->rows, c->block, fn_blocks(c), c->hidden, (REAL)c->weight_offset, program, \
-        0, 0, (uint32_t)g->programs, 1, 1)
-    if (rstd->kind == FN_F64) CALL(double);
-    else CALL(float);
-#undef CALL
+#define BACKWARD(POINTER, WHOLE, NUMBER, SINGLE)                                                                     \
+    POINTER(at(dy)) POINTER(at(d_sum)) POINTER(at(h)) POINTER(at(rstd)) POINTER(at(dy + FN_BACKWARD_WEIGHT))         \
+    POINTER(at(dy + FN_DX)) POINTER(at(dy + FN_DRESIDUAL)) POINTER(at(dy + FN_PARTIAL)) POINTER(at(dy + FN_DWEIGHT)) \
+    WHOLE(dy->stride) WHOLE(d_sum->stride) WHOLE(h->stride) WHOLE(c->inner) WHOLE(fn_jump_of(c, dy))                 \
+    WHOLE(fn_jump_of(c, d_sum)) WHOLE(fn_jump_of(c, h)) WHOLE(c->rows) WHOLE(c->block) WHOLE(fn_blocks(c))           \
+    WHOLE(c->hidden) NUMBER(c->weight_offset)
+    if (rstd->kind == FN_F64) CALL(BACKWARD, double);
+    else CALL(BACKWARD, float);
 }
 
 /* Rows and numbers that have their place have one address: a kernel takes those that it knows. */
@@ -112,15 +112,15 @@ static void run_log_prob(const struct grid *g, uint32_t program) {
     const struct fn_log_prob of = fn_log_prob_of(job);
     const struct fn_operand *x = &job->operand[FN_LOGITS], *out = of.out, *d = of.d;
     const int64_t ignores = job->given >> FN_LOG_PROB_IGNORE_INDEX & 1;
-#define CALL(REAL) \
-    ((LOG_PROB(REAL))g->kernel)( \
-        at(x), at(x + FN_LOG_PROB_IDS), at(x + FN_LOG_PROB_TEMPERATURE), at(out), at(out), at(of.m), \
-        at(of.s), at(of.entropy), at(d), at(d), at(of.d_entropy), x->stride, out->stride, \
-        d->stride, c->inner, fn_jump_of(c, x), fn_jump_of(c, out), fn_jump_of(c, d), c->hidden, fn_ids_of_row(job), \
-        job->flag[FN_LOG_PROB_IGNORE_INDEX].whole, ignores, (REAL)job->flag[FN_LOG_PROB_SOFTCAP].number, program, 0, 0, (uint32_t)g->programs, 1, 1)
-    if (job->wide) CALL(double);
-    else CALL(float);
-#undef CALL
+#define LOG_PROB(POINTER, WHOLE, NUMBER, SINGLE)                                                               \
+    POINTER(at(x)) POINTER(at(x + FN_LOG_PROB_IDS)) POINTER(at(x + FN_LOG_PROB_TEMPERATURE)) POINTER(at(out))  \
+    POINTER(at(out)) POINTER(at(of.m)) POINTER(at(of.s)) POINTER(at(of.entropy)) POINTER(at(d)) POINTER(at(d)) \
+    POINTER(at(of.d_entropy)) WHOLE(x->stride) WHOLE(out->stride) WHOLE(d->stride) WHOLE(c->inner)             \
+    WHOLE(fn_jump_of(c, x)) WHOLE(fn_jump_of(c, out)) WHOLE(fn_jump_of(c, d)) WHOLE(c->hidden)                 \
+    WHOLE(fn_ids_of_row(job)) WHOLE(job->flag[FN_LOG_PROB_IGNORE_INDEX].whole) WHOLE(ignores)                  \
+    NUMBER(job->flag[FN_LOG_PROB_SOFTCAP].number)
+    if (job->wide) CALL(LOG_PROB, double);
+    else CALL(LOG_PROB, float);
 }
 
 static void run_share(const void *argument, int64_t begin, int64_t end, char *buffer) {
