@@ -133,7 +133,7 @@ def plan(operation: Operation) -> str:
 
 
 #: The function of the library that runs a declared operation, where it is not ``fn_run_declared``.
-_FUNCTIONS = {"gate": "fn_run_gate", "rotate": "fn_run_rotation"}
+_FUNCTIONS = {"gate": "fn_run_gate", "norm_gated": "fn_run", "rotate": "fn_run_rotation"}
 
 
 def forward(call: AnyCall) -> None:

@@ -10,7 +10,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from fusednorm.calls.call import (
     FirstNorm,
     Forward,
     GateSteps,
-    NormGated,
     Operation,
     Quantize,
     RMSNorm,
@@ -34,6 +33,7 @@ from fusednorm.calls.call import (
     gate_steps,
     with_functions,
 )
+from fusednorm.calls.gated_norm_calls import norm_of
 from fusednorm.calls.quantization import Quantization
 from fusednorm.calls.rotation_calls import heads_of
 from fusednorm.reference import norm as reference
@@ -153,14 +153,14 @@ class ForwardKind(NamedTuple):
         return kind._replace(alignment=low & -low, quantizer=quantizer)
 
     @classmethod
-    def of_gated(cls, call: NormGated) -> ForwardKind:
+    def of_gated(cls, call: Call) -> ForwardKind:
         """The kind of a call with a norm and a gate."""
-        norm, z = call.norm, call.z
-        assert norm.out is not None
+        norm, z = norm_of(call), call.gate
         kind = cls.of(norm)
-        low = kind.alignment | _alignment(((z, call.z_strides),), ())
-        gate = GateOfNorm(call.activation, z.dtype, norm.operation.out if call.norm_first else None)
-        return kind._replace(x=norm.x.dtype, out=norm.out.dtype, alignment=low & -low, gate=gate)
+        low = kind.alignment | _alignment(((z, call.strides["gate"]),), ())
+        between = norm.operation.out if call.flags["norm_before_gate"] else None
+        gate = GateOfNorm(call.flags["activation"], z.dtype, between)
+        return kind._replace(x=call.x.dtype, out=call.out.dtype, alignment=low & -low, gate=gate)
 
     @classmethod
     def of_operation(cls, operation: RMSNorm, alignment: int = _MOST_ALIGNED) -> ForwardKind:
@@ -522,14 +522,18 @@ def multiplies_int8(operation: Operation) -> bool:
 AnyKind: TypeAlias = ForwardKind | GateKind | RotationKind | LogProbKind | ProductKind
 
 #: The kinds of declared operations, by their names; those of others are log-probabilities.
-_OF_NAMES: dict[str, Any] = {"gate": GateKind, "rotate": RotationKind, "int8_linear": ProductKind}
+_OF_NAMES: dict[str, Callable[[Call], AnyKind]] = {
+    "gate": GateKind.of,
+    "norm_gated": ForwardKind.of_gated,
+    "rotate": RotationKind.of,
+    "int8_linear": ProductKind.of,
+}
 
 #: The kinds of calls that one kernel runs.
 _KINDS: dict[type, Callable[..., AnyKind]] = {
     Forward: ForwardKind.of,
     Quantize: ForwardKind.of_quantizer,
-    NormGated: ForwardKind.of_gated,
-    Call: lambda call: _OF_NAMES.get(call.name, LogProbKind).of(call),
+    Call: lambda call: _OF_NAMES.get(call.name, LogProbKind.of)(call),
 }
 
 #: How launchers take calls: some after one that says on which GPU the operands are.
@@ -593,7 +597,7 @@ def check_addresses(call: AnyCall) -> None:
     Raises:
         ValueError: it names the operand.
     """
-    if isinstance(call, (Quantize, NormGated)) and call.norm is not None:
+    if isinstance(call, Quantize) and call.norm is not None:
         check_addresses(call.norm)
     named = list(zip(call._fields, call, strict=True))
     if isinstance(call, Call):

@@ -9,8 +9,6 @@ from fusednorm.calls.call import (
     Forward,
     ForwardCall,
     KindOfCall,
-    NormGated,
-    NormGatedBackward,
     Operation,
     Quantize,
     RMSNorm,
@@ -18,7 +16,7 @@ from fusednorm.calls.call import (
 )
 
 #: The names of kinds of calls in version 0.3, which are one now.
-DeclaredCall = Gate = GateBackward = Rotate = Call
+DeclaredCall = Gate = GateBackward = NormGated = NormGatedBackward = Rotate = Call
 
 __all__ = [
     "AroundNorm",

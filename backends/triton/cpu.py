@@ -44,7 +44,6 @@ from fusednorm.calls.call import (
     Call,
     Forward,
     KindOfCall,
-    NormGated,
     Quantize,
 )
 from fusednorm.reference import norm as reference
@@ -302,8 +301,8 @@ def _packed_for_fast_path(call: AnyCall) -> bytes | None:
     if isinstance(call, Forward):
         taken = {"affine", "center"}.issuperset(call.operation.features) and call.inner == call.rows
     else:
-        of_gates = isinstance(call, Call) and call.name == "gate" and not call.backward
-        taken = of_gates or isinstance(call, (Quantize, NormGated))
+        of_gates = isinstance(call, Call) and call.name in ("gate", "norm_gated") and not call.backward
+        taken = of_gates or isinstance(call, Quantize)
     return PACKED[type(call)](call) if taken and _segments(call.hidden_size) == _FEWEST_SEGMENTS else None
 
 
@@ -321,7 +320,7 @@ class _CompiledHost(_Host):
                 program(packed, program.variant.programs(call.rows, call.hidden_size, block, blocks))
         else:
             (program,) = self.held_for(kind_of(call), call)
-            program(PACKED[type(call)](call, threads), call.norm.rows if isinstance(call, NormGated) else call.rows)
+            program(PACKED[type(call)](call, threads), call.rows)
 
 
 _compiler = Compiler(Program)

@@ -38,11 +38,11 @@ from fusednorm.calls.call import (
     Call,
     Forward,
     ForwardCall,
-    NormGated,
     Quantize,
     Strides,
     device_of,
 )
+from fusednorm.calls.gated_norm_calls import norm_of
 from fusednorm.calls.memory import ABSENT
 from fusednorm.calls.process import BackendError
 from fusednorm.calls.rotation_calls import Heads, heads_of, of_one_weight_dtype
@@ -508,7 +508,7 @@ class Host:
 
     def declared(self, call: Call) -> None:
         """Launches the kernel of a declared operation, or of its gradient."""
-        own = {"gate": self.gate, "rotate": self.rotate, "int8_linear": self.int8_linear}
+        own = {"gate": self.gate, "norm_gated": self.norm_gated, "rotate": self.rotate, "int8_linear": self.int8_linear}
         own.get(call.name, self.log_prob)(call)
 
     def int8_linear(self, call: Call) -> None:
@@ -532,11 +532,11 @@ class Host:
         values |= _places(call, places, [call.strides.get(name, ABSENT) for name in names])
         self._launch(call, call.rows, values)
 
-    def norm_gated(self, call: NormGated) -> None:
+    def norm_gated(self, call: Call) -> None:
         """Launches the kernel that normalises rows and gates them, in the order that the call says."""
-        values = self._operands(call.norm) | _places(call.norm, (_OF_GATES,), (call.z_strides,))
-        values["z"] = self.pointer(call.z)
-        self._launch(call, call.norm.rows, values)
+        values = self._operands(norm_of(call)) | _places(call, (_OF_GATES,), (call.strides["gate"],))
+        values["z"] = self.pointer(call.gate)
+        self._launch(call, call.rows, values)
 
     def rotate(self, call: Call) -> None:
         """Launches the kernel that normalises and rotates the heads of q, or those of q and of k."""
@@ -594,7 +594,6 @@ class Host:
 _METHODS = {
     Forward: "forward",
     Quantize: "quantize",
-    NormGated: "norm_gated",
     Call: "declared",
     Backward: "backward",
 }

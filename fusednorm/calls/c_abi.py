@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -18,13 +18,12 @@ from fusednorm.calls.call import (
     Call,
     Forward,
     GateSteps,
-    NormGated,
-    NormGatedBackward,
     Quantize,
     Strides,
     device_of,
     gate_steps,
 )
+from fusednorm.calls.gated_norm_calls import norm_of, operation_of_norm
 from fusednorm.calls.rotation_calls import Heads, heads_of
 
 # Integers of this module: an attribute of an enumeration costs 0.1 us, and packing is a tenth of a short call.
@@ -171,49 +170,51 @@ def pack_gate(call: Call, threads: int = 1) -> bytes:
     )
 
 
-def pack_norm_gated(call: NormGated, threads: int = 1) -> bytes:
-    """A forward pass, and the gate that takes its rows or that it takes the rows of."""
-    norm, wide = call.norm, call.norm.x.dtype == torch.float64
-    (x_strides, _, out_strides, _), operation, inner = norm.strides, norm.operation, norm.inner
-    packed = (inner * operation.hidden_size, operation.hidden_size)
-    assert norm.out is not None
-    if call.norm_first:
-        flag, norm = GATE_AFTER, norm._replace(out=None)
-        y, out = _passed(operation.out, inner, operation.hidden_size), _operand(call.norm.out, out_strides)
-    else:
-        flag, norm = GATE_BEFORE, norm._replace(strides=(packed, *norm.strides[1:]))
-        y, out = _operand(norm.x, x_strides), _passed(operation.x, inner, operation.hidden_size)
-    return pack_forward(norm, threads, flag) + _GATE.pack(
-        *(0, _ACTIVATIONS[call.activation], 0, wide, threads, norm.rows, inner, operation.hidden_size),
-        *_NO_STEPS,
-        *itertools.chain(_ABSENT, y, _operand(call.z, call.z_strides), out, _ABSENT),
-    )
+def pack_norm_gated(call: Call, threads: int = 1) -> bytes:
+    """A norm and the gate that takes its rows or that it takes the rows of; or the gradients of both."""
+    return (_pack_norm_gated_backward if call.backward else _pack_norm_gated)(call, threads)
 
 
-def pack_norm_gated_backward(call: NormGatedBackward, threads: int = 1) -> bytes:
-    """A backward pass, and the gate whose gradients come before it, or after it if the gate comes before the norm."""
-    d_strides, x_strides, z_strides = call.strides
-    operation, inner, hidden_size = call.operation, call.inner, call.operation.hidden_size
-    new, wide = (inner * hidden_size, hidden_size), operation.accumulator == torch.float64
-    d, x = _operand(call.d, d_strides), _operand(call.x, x_strides)
-    dx, dz = _operand(call.dx, new), _operand(call.dz, new)
-    heads = 1 if call.weight is None or call.weight.dim() == 1 else call.weight.shape[0]
-    if call.norm_first:
-        flag, passed = GATE_AFTER, _passed(operation.out, inner, hidden_size)
-        of_norm, of_gate = (passed, x, dx), (d, passed, _operand(call.z, z_strides), passed, dz)
+def _pack_norm_gated(call: Call, threads: int) -> bytes:
+    norm, flags = norm_of(call), call.flags
+    (x_strides, _, out_strides, _), operation, inner, size = norm.strides, norm.operation, call.inner, call.hidden_size
+    if flags["norm_before_gate"]:
+        flag, alone = GATE_AFTER, norm._replace(out=None)
+        y, out = _passed(operation.out, inner, size), _operand(norm.out, out_strides)
     else:
-        flag, passed = GATE_BEFORE, _passed(operation.x, inner, hidden_size)
-        d_passed = _ABSENT if call.dx is None and call.dz is None else passed
-        of_norm, of_gate = (d, passed, d_passed), (passed, x, _operand(call.z, z_strides), dx, dz)
-    flags, device = flag + operation.round_norm * ROUND_NORM, operation.device.index or 0
+        flag, alone = GATE_BEFORE, norm._replace(strides=((inner * size, size), *norm.strides[1:]))
+        y, out = _operand(norm.x, x_strides), _passed(operation.x, inner, size)
+    z = _operand(call.tensors["gate"], call.strides["gate"])
+    return pack_forward(alone, threads, flag) + _gate_of_norm(call, threads, (_ABSENT, y, z, out, _ABSENT))
+
+
+def _pack_norm_gated_backward(call: Call, threads: int) -> bytes:
+    """The gradients of the gate come before those of the norm, or after them if the gate comes before the norm."""
+    tensors, strides, flags, inner, size = call.tensors, call.strides, call.flags, call.inner, call.hidden_size
+    weight, operation = tensors["weight"], operation_of_norm(call.x, tensors["weight"], flags)
+    d, x, z = (_operand(tensors[name], strides[name]) for name in ("d_out", "x", "gate"))
+    dx, dz = (_operand(tensors[name], (inner * size, size)) for name in ("dx", "dgate"))
+    heads = 1 if weight is None or weight.dim() == 1 else weight.shape[0]
+    if flags["norm_before_gate"]:
+        flag, passed = GATE_AFTER, _passed(operation.out, inner, size)
+        of_norm, of_gate = (passed, x, dx), (d, passed, z, passed, dz)
+    else:
+        flag, passed = GATE_BEFORE, _passed(operation.x, inner, size)
+        d_passed = _ABSENT if tensors["dx"] is None and tensors["dgate"] is None else passed
+        of_norm, of_gate = (d, passed, d_passed), (passed, x, z, dx, dz)
+    of_call, device = flag + flags["round_norm"] * ROUND_NORM, operation.device.index or 0
     return _pack(
-        *(1, flags, device, threads, call.rows, inner, hidden_size, 0, 0, heads, 0.0, call.weight_offset),
-        *(*of_norm[0], *_ABSENT, *of_norm[1], *_operand(call.rstd), *_operand(call.weight)),
-        *(*of_norm[2], *_ABSENT, *_ABSENT, *_operand(call.dweight)),
-    ) + _GATE.pack(
-        *(1, _ACTIVATIONS[call.activation], 0, wide, threads, call.rows, inner, hidden_size),
-        *_NO_STEPS,
-        *itertools.chain(*of_gate),
+        *(1, of_call, device, threads, call.rows, inner, size, 0, 0, heads, 0.0, flags["weight_offset"]),
+        *(*of_norm[0], *_ABSENT, *of_norm[1], *_operand(tensors["rstd"]), *_operand(weight)),
+        *(*of_norm[2], *_ABSENT, *_ABSENT, *_operand(tensors["dweight"])),
+    ) + _gate_of_norm(call, threads, of_gate)
+
+
+def _gate_of_norm(call: Call, threads: int, operands: Sequence[tuple[int, ...]]) -> bytes:
+    """The gate beside a norm, which has no optional steps."""
+    return _GATE.pack(
+        *(call.backward, _ACTIVATIONS[call.flags["activation"]], 0, call.x.dtype == torch.float64),
+        *(threads, call.rows, call.inner, call.hidden_size, *_NO_STEPS, *itertools.chain(*operands)),
     )
 
 
@@ -348,12 +349,13 @@ def _rows_in_heads(tensor: Tensor) -> tuple[int, int, int, int]:
 
 
 def pack_call(call: Call, threads: int = 1) -> bytes:
-    """A declared operation, or its gradient; gates, rotations and attention have structures of their own."""
+    """A declared operation, or its gradient; some have structures of their own."""
     return _PACKED_BY_NAME.get(call.name, pack_declared)(call, threads)
 
 
 _PACKED_BY_NAME = {
     "gate": pack_gate,
+    "norm_gated": pack_norm_gated,
     "rotate": pack_rotate,
     "attention": pack_attention,
     "paged_attention": pack_attention,
@@ -364,8 +366,6 @@ _PACKED_BY_NAME = {
 PACKED: dict[type, Callable[..., bytes]] = {
     Forward: pack_forward,
     Quantize: pack_quantize,
-    NormGated: pack_norm_gated,
-    NormGatedBackward: pack_norm_gated_backward,
     Call: pack_call,
     Backward: pack_backward,
 }
@@ -373,6 +373,8 @@ PACKED: dict[type, Callable[..., bytes]] = {
 
 def pack_alone(call: Call, threads: int = 1) -> bytes:
     """A call that is no norm, which GPUs and Triton on CPUs take after a call that says where it runs."""
+    if call.name == "norm_gated":  # whose norm says that
+        return pack_norm_gated(call, threads)
     return _only(_ALONE.get(call.name, DECLARED_ONLY), call, threads) + pack_call(call)
 
 

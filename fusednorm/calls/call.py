@@ -468,66 +468,6 @@ def step_of_gate(name: str, activation: str, steps: GateSteps | None = None, int
     return Step(name, also=also).with_flags(*(() if activation == "silu" else (activation,)), *younger)
 
 
-class NormGated(NamedTuple):
-    """A norm and a gate, one after the other; the rows that pass between them have no memory of their own."""
-
-    #: ``x`` and ``out`` are those of both together. Where the norm comes first, the operation's ``out`` is the dtype
-    #: that passes; else the operation's ``x`` is, and ``round_norm`` rounds to the dtype of ``out``.
-    norm: Forward
-    #: [..., N], the gate, of which nothing is rounded before it is multiplied.
-    z: Tensor
-    z_strides: Strides
-    activation: str
-    norm_first: bool
-
-    @property
-    def rows(self) -> int:
-        """The rows of both."""
-        return self.norm.rows
-
-    @property
-    def hidden_size(self) -> int:
-        """N, the elements of a row."""
-        return self.norm.operation.hidden_size
-
-
-class NormGatedBackward(NamedTuple):
-    """The gradients of a norm and a gate, one after the other, of which one is wanted at least.
-
-    What passes between them has no memory of its own. ``inner`` and ``strides`` say where rows lie, as in
-    :class:`Forward`. The outputs are new and contiguous.
-    """
-
-    #: [..., N], the gradient of the results.
-    d: Tensor
-    x: Tensor
-    #: [..., N], the gate.
-    z: Tensor
-    #: [...] of the accumulator type, contiguous, from the forward pass.
-    rstd: Tensor
-    #: [N], contiguous, or None; or [H, N], where row ``i`` takes row ``i % H``.
-    weight: Tensor | None
-    #: [..., N] each, receive the gradients of x and of the gate, rounded to their dtypes; or None.
-    dx: Tensor | None
-    dz: Tensor | None
-    #: Of the weight's shape and dtype, receives its gradient, or None.
-    dweight: Tensor | None
-    #: Of the norm, as in :class:`NormGated`.
-    operation: RMSNorm
-    activation: str
-    norm_first: bool
-    rows: int
-    inner: int
-    #: Of d, x and z.
-    strides: tuple[Strides, Strides, Strides]
-    weight_offset: float
-
-    @property
-    def hidden_size(self) -> int:
-        """N, the elements of a row."""
-        return self.operation.hidden_size
-
-
 class Call(NamedTuple):
     """A call of a declared operation, or of its gradient. ``inner`` is as in :class:`Forward`.
 
@@ -540,6 +480,11 @@ class Call(NamedTuple):
     and the same for k, all of one dtype; ``cos``, ``sin`` and ``positions``. Rows are rows of heads. Its flags are
     ``norm``, ``eps``, ``weight_offset``, ``round_norm`` and ``interleaved``; ``between``, the dtype of the heads that
     are rotated; and ``products``, the dtype that products are rounded to before two are added, or None.
+
+    "norm_gated" has ``x``, ``gate``, ``weight``, ``out`` and ``rstd``, which is wanted or None; of gradients ``d_out``
+    instead of ``out``, and ``dx``, ``dgate`` and ``dweight``. With ``norm_before_gate`` the normalised rows are rounded
+    to ``between``, or to x's dtype if that is None, before they are multiplied by the function ``activation`` of the
+    gate; else nothing is rounded before the norm takes the products, and ``round_norm`` rounds to x's dtype.
     """
 
     #: The operation's; of log-probabilities "log_softmax", "logsumexp", "selected", "selected_and_entropy" or "sums".
@@ -577,15 +522,13 @@ class Call(NamedTuple):
 
 
 #: A backend's ``forward`` takes those of them that it knows, and its ``backward``.
-ForwardCall: TypeAlias = Forward | Quantize | NormGated | Call
-BackwardCall: TypeAlias = Backward | NormGatedBackward | Call
+ForwardCall: TypeAlias = Forward | Quantize | Call
+BackwardCall: TypeAlias = Backward | Call
 AnyCall: TypeAlias = ForwardCall | BackwardCall
 
 
 def device_of(call: AnyCall) -> torch.device:
     """The device of a call's operands."""
-    if isinstance(call, NormGated):
-        return call.norm.operation.device
     if isinstance(call, Call):
         return call.x.device
     return call.out.device if isinstance(call, Quantize) else call.operation.device

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor
 
-from fusednorm.calls.call import AnyCall, Backward, BackwardCall, Call, Forward, ForwardCall
+from fusednorm.calls.call import AnyCall, BackwardCall, Call, Forward, ForwardCall
 
 if TYPE_CHECKING:
     from fusednorm.engine.backend import Backend
@@ -32,7 +32,7 @@ def _gradients_of(call: BackwardCall) -> Sequence[str]:
     """The names of the outputs of a backward pass; ``dy`` is an input of that of a norm."""
     if isinstance(call, Call):
         return [name for name in call.tensors if name[:1] == "d" and name[1:] in call.tensors]
-    return ("dx", "dresidual", "dweight", "dbias") if isinstance(call, Backward) else ("dx", "dz", "dweight")
+    return "dx", "dresidual", "dweight", "dbias"
 
 
 #: So many elements are compared at once, because a comparison takes memory too.

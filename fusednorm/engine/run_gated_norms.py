@@ -8,16 +8,18 @@ from typing import Any, cast
 from torch import Tensor
 
 from fusednorm.calls import fast_path as path
-from fusednorm.calls.call import Flags as NormFlags
-from fusednorm.calls.call import Forward, NormGated, NormGatedBackward, RMSNorm, accumulator, operation_of, step_of_gate
-from fusednorm.calls.memory import ABSENT, in_levels, new, new_like, packed
+from fusednorm.calls.call import Call, RMSNorm, accumulator, step_of_gate
+from fusednorm.calls.gated_norm_calls import operation_of_norm
+from fusednorm.calls.memory import in_levels, new, new_like, packed
 from fusednorm.declare.plan import Flags, Operands, Plan
 from fusednorm.engine import open_fast_path, run_norms
 from fusednorm.engine.choose import Chosen
+from fusednorm.engine.run import launch
 
 _READ_BY_C = "eps norm_before_gate activation round_norm between weight_offset"
 _on_fast_path = path.Entry("gate", f"x z weight rstd out {_READ_BY_C}", constants={"ask": False}).open()
 _READ = _READ_BY_C.split()
+_OF_GRADIENTS = "activation", "norm_before_gate", "between", "round_norm", "weight_offset"
 
 
 def in_groups(flags: Flags, x: Any, *others: Any) -> list[Any]:
@@ -28,13 +30,6 @@ def in_groups(flags: Flags, x: Any, *others: Any) -> list[Any]:
     return [t if t is None else t.unflatten(-1, (x.shape[-1] // size, size)) for t in (x, *others)]
 
 
-def _operation(x: Tensor, weight: Tensor | None, flags: Flags) -> RMSNorm:
-    """The norm, as it decides the backend: of the gated rows, if the gate comes first."""
-    asked = NormFlags(round_norm=flags["round_norm"], out_dtype=flags["between"] or x.dtype)
-    found = operation_of(x, None, run_norms.of_all_heads(weight), asked)
-    return found if flags["norm_before_gate"] else found._replace(x=accumulator(x.dtype))
-
-
 def _backend_for(name: str, operation: RMSNorm, flags: Flags) -> Chosen | None:
     """The backend of such rows, if it has a norm and a gate, or their gradients, in one call."""
     return run_norms.whole_of(operation, step_of_gate(name, flags["activation"]))
@@ -43,7 +38,7 @@ def _backend_for(name: str, operation: RMSNorm, flags: Flags) -> Chosen | None:
 def has_gradients(operands: Operands, flags: Flags) -> bool:
     """Whether a backend has the gradients in one call."""
     x, weight = in_groups(flags, operands["x"], operands["weight"])
-    return _backend_for("norm_gated_backward", _operation(x, weight, flags), flags) is not None
+    return _backend_for("norm_gated_backward", operation_of_norm(x, weight, flags), flags) is not None
 
 
 def forward(
@@ -59,11 +54,10 @@ def forward(
         found = _on_fast_path(x, z, weight, rstd, out, *[flags[name] for name in _READ])
     if found is None:
         weight = run_norms.of_all_heads(weight)
-        operation = _operation(x, weight, flags)
-        backend = _backend_for("norm_gated", operation, flags)
+        backend = _backend_for("norm_gated", operation_of_norm(x, weight, flags), flags)
         if backend is None:
             return plan.declaration.formula(**operands, **flags)
-        found = _run(backend, operation, x, z, weight, flags, out, rstd)
+        found = _run(backend, x, z, weight, flags, out, rstd)
     if x is not whole:
         found = found.resize_(whole.shape) if out is None else outputs["out"]  # no view
     return (found,) if rstd is None else (found, rstd)
@@ -71,7 +65,6 @@ def forward(
 
 def _run(
     backend: Chosen,
-    operation: RMSNorm,
     x: Tensor,
     z: Tensor,
     weight: Tensor | None,
@@ -82,27 +75,23 @@ def _run(
     """The rows, in new memory or in ``out``."""
     layout = in_levels((out,), (x, z))
     if layout is None:  # a kernel cannot write such rows
-        return cast(Tensor, out).copy_(_run(backend, operation, x, z, weight, flags, None, rstd))
+        return cast(Tensor, out).copy_(_run(backend, x, z, weight, flags, None, rstd))
     given = [] if out is None else [out]
     inner, (of_out, of_x, of_z), (x, z) = layout
     size, rows = x.shape[-1], x.shape[:-1].numel()
     if out is None:
         out, of_out = new_like(x, x.dtype), (inner * size, size)
-    norm = Forward(
-        x=x,
-        residual=None,
-        weight=weight,
-        out=out,
-        residual_out=None,
-        rstd=rstd,
-        operation=operation,
+    call = Call(
+        name="norm_gated",
+        backward=False,
+        tensors={"x": x, "gate": z, "weight": weight, "out": out, "rstd": rstd},
+        strides={"x": of_x, "gate": of_z, "out": of_out},
+        flags={name: flags[name] for name in _READ},
+        hidden_size=size,
         rows=rows,
         inner=inner,
-        strides=(of_x, ABSENT, of_out, ABSENT),
-        eps=flags["eps"],
-        weight_offset=flags["weight_offset"],
     )
-    run_norms.run(backend, NormGated(norm, z, of_z, flags["activation"], flags["norm_before_gate"]), given)
+    launch(backend, call, given)
     return out
 
 
@@ -115,30 +104,24 @@ def backward(given: Mapping[str, Any], needs: Sequence[bool]) -> tuple[Tensor | 
     if given["group_size"] is not None:
         d, x, z, weight = in_groups(given, *whole[:4])
     dx, dz, dweight = found = run_norms.new_gradients((x, z, weight), needs)
-    flags = [given[name] for name in ("activation", "norm_before_gate", "between", "round_norm", "weight_offset")]
+    flags = [given[name] for name in _OF_GRADIENTS]
     if not run_norms.are_of_no_rows(d, dweight) and not open_fast_path.norm_gated_backward(
         d, x, z, rstd, weight, dx, dz, dweight, *flags
     ):
-        operation = _operation(x, weight, given)
-        inner, strides, (d, x_rows, z_rows) = run_norms.kept_in_levels((d,), (x, z), (rstd, weight))
+        inner, (of_d, of_x, of_z), (d, x_rows, z_rows) = run_norms.kept_in_levels((d,), (x, z), (rstd, weight))
         weight = run_norms.of_all_heads(weight)
-        call = NormGatedBackward(
-            d=d,
-            x=x_rows,
-            z=z_rows,
-            rstd=packed(rstd),
-            weight=weight,
-            dx=dx,
-            dz=dz,
-            dweight=dweight,
-            operation=operation,
-            activation=given["activation"],
-            norm_first=given["norm_before_gate"],
+        read = {"x": x_rows, "gate": z_rows, "weight": weight, "rstd": packed(rstd), "d_out": d}
+        call = Call(
+            name="norm_gated",
+            backward=True,
+            tensors={**read, "dx": dx, "dgate": dz, "dweight": dweight},
+            strides={"x": of_x, "gate": of_z, "d_out": of_d},
+            flags={name: given[name] for name in _OF_GRADIENTS},
+            hidden_size=x.shape[-1],
             rows=d.shape[:-1].numel(),
             inner=inner,
-            strides=cast(Any, tuple(strides)),
-            weight_offset=given["weight_offset"],
         )
+        operation = operation_of_norm(x, weight, given)
         cast(Chosen, _backend_for("norm_gated_backward", operation, given)).backward(call)
     if x is whole[1]:
         return found

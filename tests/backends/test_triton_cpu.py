@@ -39,7 +39,6 @@ from fusednorm.calls.call import (
     Flags,
     Forward,
     GateSteps,
-    NormGated,
     Quantize,
     operation_of,
 )
@@ -49,7 +48,7 @@ from fusednorm.engine.substitutes import Meanwhile
 from fusednorm.reference import norm as reference
 
 from fast_calls import fast_calls
-from gate_calls import gate_call
+from gate_calls import gate_call, gated_norm_call
 
 pytest.importorskip("triton", reason="Triton is not installed; tox -e triton_cpu installs it")
 if triton_host.INTERPRETED:
@@ -199,8 +198,9 @@ def test_c_gives_a_kernel_a_norm_with_a_gate(norm_first):
     calls = []
     forward = kernel("forward", ctypes.c_float, calls)
     x, z, out = (torch.zeros(6, 8) for _ in range(3))
-    norm = forward_call(x, None, None, out, None, 3, ((500, 8), (0, 0), (502, 10), (0, 0)))
-    packed = c_abi.pack_norm_gated(NormGated(norm, z, (503, 11), "silu", norm_first))
+    strides = ((500, 8), (503, 11), (502, 10))
+    call = gated_norm_call(x, z, out, strides, 6, 3, norm_first=norm_first, weight_offset=1.5)
+    packed = c_abi.pack_alone(call)
     assert LIB.fn_run_triton(ctypes.cast(forward, POINTER).value, packed, 6) == 0
     given, _ = calls[4]
     assert given[:8] == (x.data_ptr(), None, None, out.data_ptr(), None, None, None, z.data_ptr())
@@ -259,17 +259,16 @@ def test_the_fast_path_takes_calls_whose_kernels_are_held():
     rows, alone = ((0, 12),) * 3, {"y": x, "z": z, "out": x}
     operation = operation_of(x, None, None, Flags())
     norm = Forward(x, None, None, x, None, None, operation, 3, 3, ((0, 12), (0, 0), (0, 12), (0, 0)), 0.5, 0.0)
-    groups = norm._replace(rows=9, inner=9, operation=operation._replace(hidden_size=4))
-    groups = groups._replace(strides=((0, 4), (0, 0), (0, 4), (0, 0)))
     numbers, scale, lies = torch.zeros(3, 12).char(), torch.zeros(3, 2), ((0, 12), (0, 2, 1), (0, 0, 0))
 
     def quantizing(y, norm, **fields):
         results = (numbers, lies[0], scale, lies[1], None, lies[2], 12, 3, 3)
         return Quantize(y, (0, 12), norm, Quantization(torch.int8, per=6, **fields), *results)
 
-    def gated(norm_first, activation="silu", norm=norm):
-        return NormGated(norm, z, norm.strides[0], activation, norm_first)
+    def gated(norm_first, activation="silu"):
+        return gated_norm_call(x, z, x, rows, 3, 3, activation, norm_first)
 
+    groups = gated_norm_call(x.view(9, 4), z.view(9, 4), x.view(9, 4), ((0, 4),) * 3, 9, 9, "gelu_tanh")
     packed = [Quantization(torch.int8, per=6, apply=apply).packed for apply in ("divide", "reciprocal")]
     passed = quantizing(None, norm._replace(out=None))
     around, centered = AroundNorm(F64, False, False), norm._replace(operation=operation._replace(center=True))
@@ -292,10 +291,7 @@ def test_the_fast_path_takes_calls_whose_kernels_are_held():
         "norm first": (gated(True), {"activation": "silu", "norm_before_gate": True, "eps": 0.5}),
         "its sigmoid": (gated(True, "sigmoid"), {"activation": "sigmoid", "norm_before_gate": True, "eps": 0.5}),
         "gate first": (gated(False), {"activation": "silu", "norm_before_gate": False, "eps": 0.5}),
-        "groups": (
-            gated(True, "gelu_tanh", groups),
-            {"activation": "gelu_tanh", "norm_before_gate": True, "group_size": 4, "eps": 0.5},
-        ),
+        "groups": (groups, {"activation": "gelu_tanh", "norm_before_gate": True, "group_size": 4, "eps": 0.5}),
     }
 
     for name, steps in STEPS.items():
@@ -309,7 +305,8 @@ def test_the_fast_path_takes_calls_whose_kernels_are_held():
     noted = {kind: [] for kind in kinds}
     for kind, (call, given) in kinds.items():
         assert made(given) is None
-        name = "quantize" if isinstance(call, Quantize) else "gate" if isinstance(call, Call) else "forward"
+        alone = isinstance(call, Call) and call.name == "gate"
+        name = "quantize" if isinstance(call, Quantize) else "gate" if alone else "forward"
         HELD.append(kernel(name, ctypes.c_double, noted[kind]))
         fast_path.hold_triton(triton_cpu._packed_for_fast_path(call), ctypes.cast(HELD[-1], POINTER).value)
     for kind, (_, given) in kinds.items():

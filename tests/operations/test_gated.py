@@ -310,6 +310,7 @@ def test_errors_of_tanh():
     assert tanh(torch.tensor([math.nan])).isnan()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @pytest.mark.parametrize("round_steps", [False, True])
 def test_derivatives_of_softcap(round_steps):
     x = torch.linspace(-6, 6, 9, dtype=torch.float64, requires_grad=True)
