@@ -184,9 +184,10 @@ def check_given(
             if any(tensor is one for one in given.values()):
                 refuse_layout(name, tensor)
             rows = rows | {name: None}
+    read = rows | {name: t for name, t in weights.items() if t is not None and packed(t) is t}  # else a copy
     for name, tensor in given.items():
         check_rows_to_write(name, tensor)
-    check_apart(given, rows | weights, dict.fromkeys(given, ("x", "residual")))
+    check_apart(given, read, dict.fromkeys(given, ("x", "residual")))
 
 
 def run(backend: Chosen, call: ForwardCall, given: Sequence[Tensor] = ()) -> None:

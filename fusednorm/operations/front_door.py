@@ -215,7 +215,9 @@ class Operation(Operator):
         called, results = {}, self.plan.results(asked.operands, flags)
         returned = zip(self.declaration.returned, self._returned, results, strict=False)
         for result, (name, overwrites), (_, shape, dtype) in returned:
-            called_name, like = overwrites if asked.in_place else name, result.like or self.plan.rows
+            called_name, like = overwrites if asked.in_place else name, self.plan.rows
+            if result.like is not None and result.role in (Role.ROWS, Role.HEADS):
+                like = result.like
             check_output(called_name, asked.outputs.get(name), list(shape), dtype, asked.operands[like], like)
             called[called_name] = asked.outputs.get(name)
         if asked.in_memory:

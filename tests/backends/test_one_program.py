@@ -26,10 +26,9 @@ from fusednorm.backends.triton import host as triton_host
 from fusednorm.backends.triton.host import INTERPRETED
 from fusednorm.calls.call import Backward, Call, RMSNorm
 from fusednorm.conformance.cases import BF16, F32
+from fusednorm.operations import front_door
 from fusednorm.operations import gate as gates
-from fusednorm.operations import norm_gated
 from fusednorm.operations import quantize as quantizers
-from fusednorm.operations import rotate as rotations
 
 from gate_calls import gate_call
 
@@ -57,7 +56,7 @@ PERIOD = 48
 def unread(monkeypatch):
     """Nothing looks at operands: a test that fails would print them, and some checks make a number for each row."""
     monkeypatch.setattr(torch.Tensor, "__repr__", lambda tensor, **_: f"at {tensor.data_ptr():x}")
-    for module in (gates, norm_gated, quantizers, rotations):
+    for module in (front_door, gates, quantizers):
         monkeypatch.setattr(module, "check_apart", lambda *_: None)
 
 

@@ -692,7 +692,7 @@ def test_the_cpu_backend_rotates(fake, monkeypatch):
         fusednorm.qk_norm_rope(q, k, None, None, angle.cos(), angle.sin())
     assert explained.plan.startswith("the cpu backend's, C kernels")
     assert explained.plan.endswith("; heads are rotated in the same call")
-    assert [heads.x.shape for call in calls for heads in call.heads] == [q.shape, k.shape]
+    assert [call.tensors[name].shape for call in calls for name in "qk"] == [q.shape, k.shape]
 
 
 def test_comparisons_and_measurements_wait_for_the_kernel(fake):

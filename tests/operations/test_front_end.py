@@ -14,7 +14,7 @@ from torch import tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import fusednorm
-from fusednorm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_
+from fusednorm import fused_add_rms_norm, fused_add_rms_norm_, rms_norm, rms_norm_, rms_norm_add_rms_norm
 from fusednorm.calls import fast_path
 
 from fast_calls import close_fast_path, fast_calls
@@ -188,6 +188,10 @@ def memory(*shape):
         (lambda m: fused_add_rms_norm_(m[:3, :8], m[:3, 8:16]), None),
         (lambda m: fused_add_rms_norm_(m[:, 8:16], m[:, :8]), None),
         (lambda m: fused_add_rms_norm(m[:3], m[:3]), None),
+        # A kernel reads a copy of a weight whose elements lie apart.
+        (lambda m: rms_norm(m[:3], m.view(-1)[144:176:2], out=m[8:11]), None),
+        (lambda m: rms_norm(m[:3], bias=m.view(-1)[144:176:2], out=m[8:11]), None),
+        (lambda m: rms_norm_add_rms_norm(m[:3], m[4:7], None, m.view(-1)[144:176:2], out=m[8:11]), None),
     ],
 )
 def test_shared_memory(call, message):
