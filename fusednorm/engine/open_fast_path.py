@@ -70,5 +70,10 @@ def norm_gated_backward(d: Tensor, *arguments: Any) -> bool:
 
 def _where(d: Tensor) -> int | None:
     """The type of the device of a gradient, whose backend takes the fast path where that is open for the request."""
-    device = path.CPU if d.is_cpu else path.CUDA if d.is_cuda else None
+    device = type_of_device(d)
     return device if device and path.devices_of.get(request(), 0) >> device & 1 else None
+
+
+def type_of_device(d: Tensor) -> int | None:
+    """As C has it; None of a device that the fast path does not know."""
+    return path.CPU if d.is_cpu else path.CUDA if d.is_cuda else None

@@ -111,7 +111,9 @@ def stand_in(driver, nvrtc, capability):
     from fusednorm.backends import cuda
     from fusednorm.backends.cuda import compiler as cuda_compiler
     from fusednorm.calls import fast_path
+    from fusednorm.engine import open_fast_path
 
+    open_fast_path.type_of_device = lambda d: fast_path.CUDA
     if fast_path.OPEN:
         assert fast_path._open(driver.exchange_api(torch.Tensor.__dlpack_c_exchange_api__))
     cuda_compiler.bindings = lambda: (driver, nvrtc)
