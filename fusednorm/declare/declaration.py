@@ -121,8 +121,8 @@ class Kernel(NamedTuple):
     known: tuple[str, ...] = ()
     #: An operation with all operands and results that this one has: one kernel has both, and calls name all.
     like: Declaration | None = None
-    #: What makes the call where its tensors lie otherwise than in levels of rows that are the same for all. It takes
-    #: the arguments of :func:`fusednorm.engine.run.forward`.
+    #: The function that makes the call where its tensors do not lie in levels of rows that are the same for all. It
+    #: takes the arguments of :func:`fusednorm.engine.run.forward`.
     run: Callable[..., tuple[Tensor, ...]] | None = None
 
 
