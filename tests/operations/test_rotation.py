@@ -194,6 +194,7 @@ def test_the_fast_path_takes_what_is_usual_and_nothing_else():
         "float64 to float32": lambda: run(q.double(), k.double(), between=F32),
         "eps of another type": lambda: run(numbers=(1, 0.0), out=(out, None)),
         "a flag of another type": lambda: run(interleaved=1, out=(out, None)),
+        "rstd of other heads": lambda: run(out=(out, None), q_rstd=torch.ones(3, 2), k_rstd=torch.ones(3, 2)),
         "heads of an output with themselves": lambda: run(out=(out[:, :1].expand(3, 4, 16), None)),
     }
     for name, call in unusual.items():
@@ -206,6 +207,19 @@ def test_the_fast_path_takes_what_is_usual_and_nothing_else():
     kept = q.clone()
     run(kept, None, weights=(None, None), out=(kept, None))
     assert kept._version == 1
+
+
+def test_recorded_calls_are_checked_on_the_fast_path_too():
+    """Earlier calls have opened it."""
+    x, positions = Q.clone().requires_grad_(), torch.arange(4)
+    for _ in range(2):
+        rotate(x, COS, SIN)
+        rotate(x, COS, SIN, positions=positions)
+    for given in (x, Q):
+        with pytest.raises(RuntimeError, match="cos requires grad, and tables have no gradient"):
+            rotate(given, COS.clone().requires_grad_(), SIN)
+    with pytest.raises(ValueError, match=r"positions must be 0 to 3, .* got 1 to 4"):
+        rotate(x, COS, SIN, positions=positions + 1)
 
 
 def test_a_gradient_is_the_rotation_back():
