@@ -136,23 +136,20 @@ def _tensors(role: Role, heads: bool, x: Tensor, other: Tensor, weight: Tensor |
     return other.detach()[:, :size].chunk(2, -1)
 
 
-#: By the names that public functions give to operands with rows, with the same for all rows, and with tables.
-_ROLES = dict.fromkeys(("x", "residual", "y", "z", "gate", "up", "q", "k"), Role.ROWS)
-_ROLES |= dict.fromkeys(("weight", "next_weight", "q_weight", "k_weight"), Role.WEIGHT)
-_ROLES |= dict.fromkeys(("cos", "sin"), Role.TABLE)
+#: By the names of operands.
+_ROLES = {"x": Role.ROWS, "residual": Role.ROWS, "weight": Role.WEIGHT}
 
 
 def _entry(
     function: Callable[..., Any], steps: str, results: tuple[Result, ...] = (Result(),), **sample: Any
 ) -> Listed:
-    """An operation that is not declared; its operands are known by their names."""
+    """A norm, which is not declared; its operands are known by their names."""
     in_place = getattr(sys.modules[function.__module__], f"{function.__name__}_", None)
     operands = {name: _ROLES[name] for name in inspect.signature(function).parameters if name in _ROLES}
-    return Listed(function, in_place, operands, results, steps, sample, "quantization" not in sample)
+    return Listed(function, in_place, operands, results, steps, sample)
 
 
 _Y, _SUM = Result(overwrites="x"), Result("residual_out", overwrites="residual")
-_NUMBERS = (Result(), Result("scale_out", Role.NUMBERS))
 _BIAS = {"bias": Role.WEIGHT}
 
 #: In the order in which ``check`` names them.
@@ -165,8 +162,8 @@ ENTRIES = (
 )
 
 
-for _one in ENTRIES:  # a gate is one operator in each graph, and l2_norm is rms_norm
-    if _one.steps != "gate" and _one.name != "l2_norm":
+for _one in ENTRIES:
+    if _one.name != "l2_norm":  # which is rms_norm
         add_operator(_one.function)
 
 
