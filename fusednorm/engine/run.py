@@ -7,7 +7,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from fusednorm.calls.call import Call, KindOfCall, Step, Strides
 from fusednorm.calls.checks import check_kept
@@ -15,7 +14,7 @@ from fusednorm.calls.memory import in_levels, new, new_like, packed
 from fusednorm.declare.declaration import Role
 from fusednorm.declare.plan import Flags, Operands, Plan
 from fusednorm.engine.choose import Chosen
-from fusednorm.engine.run_norms import chosen_for, new_gradients
+from fusednorm.engine.run_norms import chosen_for, launch, new_gradients
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -230,14 +229,6 @@ def laid_out(
             size = result.shape[-1]
             strides[name] = (inner * size, size)
     return Laid(tensors, strides, inner)
-
-
-def launch(backend: Chosen, call: Call, given: Sequence[Tensor] = ()) -> None:
-    """Has a backend make a call. ``given``: the results whose memory the caller gave."""
-    if given:  # before the write, so that an interrupt cannot leave one that autograd does not know of
-        increment_version(given)
-    if call.rows:
-        (backend.backward if call.backward else backend.forward)(call)
 
 
 def make(

@@ -12,7 +12,8 @@ from fusednorm.calls.call import Call
 from fusednorm.calls.memory import new, packed
 from fusednorm.declare.declaration import Role
 from fusednorm.declare.plan import Flags, Operands, Plan
-from fusednorm.engine.run import as_new, backend_of, launch
+from fusednorm.engine.run import as_new, backend_of
+from fusednorm.engine.run_norms import launch
 from fusednorm.reference.attention import scale_of
 
 #: The longest rows that backends take.

@@ -14,7 +14,6 @@ from fusednorm.calls.memory import in_levels, new, new_like, packed
 from fusednorm.declare.plan import Flags, Operands, Plan
 from fusednorm.engine import open_fast_path, run_norms
 from fusednorm.engine.choose import Chosen
-from fusednorm.engine.run import launch
 
 _READ_BY_C = "eps norm_before_gate activation round_norm between weight_offset"
 _on_fast_path = path.Entry("gate", f"x z weight rstd out {_READ_BY_C}", constants={"ask": False}).open()
@@ -91,7 +90,7 @@ def _run(
         rows=rows,
         inner=inner,
     )
-    launch(backend, call, given)
+    run_norms.launch(backend, call, given)
     return out
 
 
@@ -104,9 +103,9 @@ def backward(given: Mapping[str, Any], needs: Sequence[bool]) -> tuple[Tensor | 
     if given["group_size"] is not None:
         d, x, z, weight = in_groups(given, *whole[:4])
     dx, dz, dweight = found = run_norms.new_gradients((x, z, weight), needs)
-    flags = [given[name] for name in _OF_GRADIENTS]
+    flags = {name: given[name] for name in _OF_GRADIENTS}
     if not run_norms.are_of_no_rows(d, dweight) and not open_fast_path.norm_gated_backward(
-        d, x, z, rstd, weight, dx, dz, dweight, *flags
+        d, x, z, rstd, weight, dx, dz, dweight, *flags.values()
     ):
         inner, (of_d, of_x, of_z), (d, x_rows, z_rows) = run_norms.kept_in_levels((d,), (x, z), (rstd, weight))
         weight = run_norms.of_all_heads(weight)
@@ -116,7 +115,7 @@ def backward(given: Mapping[str, Any], needs: Sequence[bool]) -> tuple[Tensor | 
             backward=True,
             tensors={**read, "dx": dx, "dgate": dz, "dweight": dweight},
             strides={"x": of_x, "gate": of_z, "d_out": of_d},
-            flags={name: given[name] for name in _OF_GRADIENTS},
+            flags=flags,
             hidden_size=x.shape[-1],
             rows=d.shape[:-1].numel(),
             inner=inner,

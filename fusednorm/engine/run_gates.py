@@ -19,8 +19,8 @@ from fusednorm.calls.checks import check_kept
 from fusednorm.calls.memory import new_like
 from fusednorm.engine import open_fast_path
 from fusednorm.engine.choose import Chosen
-from fusednorm.engine.run import backend_of, laid_out, launch
-from fusednorm.engine.run_norms import are_of_no_rows, new_gradients
+from fusednorm.engine.run import backend_of, laid_out
+from fusednorm.engine.run_norms import are_of_no_rows, launch, new_gradients
 from fusednorm.reference import activations
 
 #: The flags of calls: those of ``torch.ops.fusednorm.gate`` but the dtype of the result.

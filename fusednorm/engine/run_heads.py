@@ -17,7 +17,7 @@ from fusednorm.calls.memory import new, new_like, packed, two_levels
 from fusednorm.declare.plan import Flags, Operands, Plan
 from fusednorm.engine import run_norms
 from fusednorm.engine.choose import Chosen
-from fusednorm.engine.run import as_new, backend_of, launch
+from fusednorm.engine.run import as_new, backend_of
 
 _on_fast_path = path.Entry("rotation", "q k cos sin positions interleaved round_products").open()
 _READ_BY_C = (
@@ -159,7 +159,7 @@ def rotated(
     tensors |= {"cos": cos, "sin": sin, "positions": positions}
     exist, size = [x for x in inputs if x.numel()], inputs[0].shape[-1]
     call = Call("rotate", False, tensors, strides, flags, size, rows.numel() if exist else 0, inner)
-    launch(backend, call, [out for out, one in zip(found, sets, strict=True) if out is one.out])
+    run_norms.launch(backend, call, [out for out, one in zip(found, sets, strict=True) if out is one.out])
     return found
 
 

@@ -12,6 +12,7 @@ from fusednorm.calls import fast_path as path
 from fusednorm.calls.call import (
     Backward,
     Before,
+    Call,
     Flags,
     Forward,
     ForwardCall,
@@ -110,7 +111,7 @@ def norm(
         check_affine(x, weight, bias, in_memory=True)
     x_scale = number("x_scale", x_scale, accumulator(x.dtype)) if affine else 1.0
     if out is not None or residual_out is not None:
-        check_given(x, residual, out, residual_out, {"weight": weight, "bias": bias})
+        check_memory_given(x, residual, out, residual_out, {"weight": weight, "bias": bias})
     return norm_of_checked(x, residual, weight, flags, out, residual_out, rstd, bias=bias, x_scale=x_scale)
 
 
@@ -166,11 +167,11 @@ def norm_of_checked(
         bias,
         x_scale,
     )
-    run(backend, call, given)
+    launch(backend, call, given)
     return out, residual_out
 
 
-def check_given(
+def check_memory_given(
     x: Tensor,
     residual: Tensor | None,
     out: Tensor | None,
@@ -190,15 +191,16 @@ def check_given(
     check_apart(given, read, dict.fromkeys(given, ("x", "residual")))
 
 
-def run(backend: Chosen, call: ForwardCall, given: Sequence[Tensor] = ()) -> None:
-    """Has the backend write the outputs of a call, of which the caller gave some."""
-    # Before the write, so that an interrupt cannot leave a write that autograd does not know of.
-    if given:
+def launch(backend: Chosen, call: ForwardCall, given: Sequence[Tensor] = ()) -> None:
+    """Has a backend make a call. ``given``: the results whose memory the caller gave."""
+    if given:  # before the write, so that an interrupt cannot leave one that autograd does not know of
         increment_version(given)
     if not call.rows:
         return
-    if isinstance(backend, FirstCalls) and isinstance(call, Forward):
+    if isinstance(call, Forward) and isinstance(backend, FirstCalls):
         backend.forward_into(given)(call)
+    elif isinstance(call, Call) and call.backward:
+        backend.backward(call)
     else:
         backend.forward(call)
 
@@ -226,11 +228,6 @@ def are_of_no_rows(d: Tensor, *of_weights: Tensor | None) -> bool:
         if gradient is not None:
             gradient.zero_()
     return True
-
-
-def _given(output: Tensor | None) -> list[Tensor]:
-    """The output, if the caller gave it."""
-    return [] if output is None else [output]
 
 
 def of_all_heads(weight: Tensor | None) -> Tensor | None:

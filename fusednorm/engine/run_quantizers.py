@@ -15,7 +15,7 @@ from fusednorm.calls.checks import check_flags
 from fusednorm.calls.memory import ABSENT, in_levels, new_like, packed
 from fusednorm.calls.quantization import Quantization, groups_of, is_given
 from fusednorm.declare.plan import Operands
-from fusednorm.engine.run_norms import of_all_heads, run, whole_of
+from fusednorm.engine.run_norms import launch, of_all_heads, whole_of
 from fusednorm.reference import quantizer
 
 
@@ -100,7 +100,7 @@ def quantized(
         rows,
         inner,
     )
-    run(backend, call, given)
+    launch(backend, call, given)
     return tuple(results)
 
 

@@ -140,13 +140,13 @@ class Quantizer(Composition):
         check_quantization(quantization, x)
         check_given(quantization, scale, zero_point, x, x_name, asked.in_memory)
         if outputs:
-            self._check_given(x, operands, quantization, outputs)
+            self._check_memory_given(x, operands, quantization, outputs)
             # Where a weight has a tangent, the others lie in memory all the same.
             if asked.in_memory or must_be_seen.in_memory(x, scale, zero_point, *outputs.values()):
                 check_apart(outputs, operands, _OWN)
         return flags
 
-    def _check_given(
+    def _check_memory_given(
         self, x: Tensor, operands: Mapping[str, Any], quantization: Quantization, given: Mapping[str, Any]
     ) -> None:
         x_name, rows, scales, groups = self._inputs[0], list(x.shape), [1], [1]

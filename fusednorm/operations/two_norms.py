@@ -104,7 +104,8 @@ class _TwoNorms(Composition):
             number("next_eps", flags["next_eps"], torch.float64)  # its name here; it is rounded with the other flags
         found = check_flags(_before_and_after(operands, flags)[1], x, residual, out, residual_out)
         if asked.outputs and in_memory:
-            run_norms.check_given(x, residual, out, residual_out, {"weight": weight, "next_weight": next_weight})
+            weights = {"weight": weight, "next_weight": next_weight}
+            run_norms.check_memory_given(x, residual, out, residual_out, weights)
         flags = {
             **flags,
             "eps": number("eps", flags["eps"], accumulator(x.dtype)),
