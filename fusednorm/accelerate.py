@@ -22,7 +22,6 @@ from torch.nn import Parameter, functional
 from torch.overrides import has_torch_function_variadic
 
 from fusednorm.calls import must_be_seen
-from fusednorm.calls.call import Flags, NormCall
 from fusednorm.calls.checks import check_operands, requires_grad
 from fusednorm.calls.fast_path import Entry
 from fusednorm.engine.choose import use_backend
@@ -113,9 +112,8 @@ class _Norm:
         except (TypeError, ValueError):  # torch has a message of its own for it, or takes it
             return self._by_torch(input, normalized_shape, weight, bias, eps)  # type: ignore[no-any-return]
         with _CPU:
-            flags = Flags(self._eps[input.dtype] if eps is None else eps, center=self._center)
-            call = NormCall(self._function, rows, None, of_weight, flags, bias=of_bias, inner=True)
-            y: Tensor = norm.beyond_fast_path(call)
+            of_eps = self._eps[input.dtype] if eps is None else eps
+            y: Tensor = self._function(rows, of_weight, bias=of_bias, eps=of_eps)
         return y if len(shape) == 1 else y.view(input.shape)
 
     def _is_torchs(self, input: object, normalized_shape: object, weight: Any, bias: Any, eps: object) -> bool:

@@ -98,6 +98,10 @@ static int read_arguments(PyObject *const *arguments, tensor *t, struct fn_call 
     for (int i = FN_RESIDUAL; i < FN_FORWARD_OPERANDS_IN_C; i++) {
         PyObject *given = arguments[i == FN_RSTD ? RSTD : i == FN_BIAS ? BIAS : i];
         o[i] = (struct fn_operand){.kind = FN_NONE};
+        if (i == FN_RSTD && given == Py_True) { /* it is made with the outputs */
+            o[i].kind = wide ? FN_F64 : FN_F32;
+            continue;
+        }
         if (given == Py_None) continue;
         int same = i == FN_OUT ? FN_X : FN_RESIDUAL; /* in place */
         if ((i == FN_OUT || i == FN_RESIDUAL_OUT) && given == arguments[same]) o[i] = o[same], t[i] = t[same];
@@ -114,7 +118,8 @@ static int read_arguments(PyObject *const *arguments, tensor *t, struct fn_call 
     const int public = arguments[ASK] == Py_True; /* the operators of torch.ops have one row for all heads */
     if (o[FN_WEIGHT].kind && !fits(&t[FN_WEIGHT], &t[FN_X], c, FN_WEIGHT, public)) return 0;
     if (o[FN_BIAS].kind && !fits(&t[FN_BIAS], &t[FN_X], c, FN_BIAS, public)) return 0;
-    if (o[FN_RSTD].kind && (o[FN_RSTD].kind != (wide ? FN_F64 : FN_F32) || fn_elements(&t[FN_RSTD]) != c->rows))
+    if (o[FN_RSTD].kind && arguments[RSTD] != Py_True &&
+        (o[FN_RSTD].kind != (wide ? FN_F64 : FN_F32) || fn_elements(&t[FN_RSTD]) != c->rows))
         return 0;
     c->flags = (arguments[ROUND_SUM] == Py_True ? FN_ROUND_SUM : 0) |
                (arguments[ROUND_NORM] == Py_True ? FN_ROUND_NORM : 0) | (arguments[CENTER] == Py_True ? FN_CENTER : 0);
@@ -174,6 +179,17 @@ static int allocate(PyObject *const *arguments, const tensor *t, output outputs[
     return 0;
 }
 
+/* Makes rstd behind the outputs that there are, and says in `count` how many there are then; returns as fn_take_output does. */
+static int make_rstd(PyObject *x, const tensor *t, output outputs[3], struct fn_call *c, int *count) {
+    *count = 2 + (c->operand[FN_RESIDUAL].kind != FN_NONE);
+    output *rstd = &outputs[*count - 1];
+    Py_CLEAR(rstd->object); /* None, in place of a sum */
+    const int64_t kind = c->operand[FN_X].kind;
+    const int failed = fn_make_numbers(rstd, x, t, t->shape, t->ndim - 1, kind == FN_F64 || kind == FN_F32 ? NULL : fn_keywords_of_float());
+    c->operand[FN_RSTD].address = failed ? 0 : rstd->o.address;
+    return failed;
+}
+
 /* `devices` has a bit for each type of device (as DLPack numbers them, and TRITON_CPU) whose tensors are taken. */
 static PyObject *forward(const struct fn_call_kind *kind, PyObject **arguments, long devices, int may_record) {
     struct fn_call calls[FN_CHAIN], *c = &calls[1], *first = NULL;
@@ -209,13 +225,13 @@ static PyObject *forward(const struct fn_call_kind *kind, PyObject **arguments, 
     if (others || (triton && !gates && !quantizes && !fn_triton_has(c))) return fn_refuse();
     if (gates) return fn_run_gated(arguments + ARGUMENTS, arguments[FN_X], &t[FN_X], &gated, triton);
 
-    output outputs[2];
-    outputs[0].object = outputs[1].object = NULL;
-    int failed = allocate(arguments, t, outputs, c, !quantizes && (!two_norms || arguments[NEXT_NORM] == Py_True));
+    output outputs[3] = {{.object = NULL}};
+    int count = 2, failed = allocate(arguments, t, outputs, c, !quantizes && (!two_norms || arguments[NEXT_NORM] == Py_True));
     if (!failed) failed = (outputs[0].given || outputs[1].given) && overlap(c, first);
-    if (!failed) failed = fn_refuses_writes(outputs, 2);
+    if (!failed && arguments[RSTD] == Py_True) failed = make_rstd(arguments[FN_X], &t[FN_X], outputs, c, &count);
+    if (!failed) failed = fn_refuses_writes(outputs, count);
     if (!failed && quantizes) return fn_quantize(arguments + ARGUMENTS, arguments[FN_X], &t[FN_X], &quantized, outputs, triton);
     if (first) c->operand[FN_X] = first->operand[FN_OUT];
     if (!failed) failed = fn_run_on_device(first ? first : c, &t[FN_X], triton);
-    return fn_hand_out(outputs, 2, failed);
+    return fn_hand_out(outputs, count, failed);
 }

@@ -31,9 +31,38 @@ static PyObject *tuple_of(const int64_t *numbers, int count, int64_t last) {
     return made;
 }
 
+/* The dtype that keywords name, or that of x without keywords; NULL with a Python error. */
+static PyObject *dtype_of(PyObject *x, PyObject *keywords) {
+    static PyObject *name;
+    if (!name) name = PyUnicode_InternFromString("dtype");
+    return keywords ? Py_XNewRef(PyDict_GetItem(keywords, name)) : PyObject_GetAttr(x, name);
+}
+
+/* A new tensor on a CPU, past torch's dispatcher, which takes half as long; NULL with a Python error. Takes over all references. */
+static PyObject *make_on_cpu(PyObject *shape, PyObject *strides, PyObject *dtype) {
+    PyObject *made = dtype && shape && strides ? PyObject_CallFunctionObjArgs(empty_on_cpu, shape, strides, dtype, NULL) : NULL;
+    Py_XDECREF(dtype);
+    Py_XDECREF(shape);
+    Py_XDECREF(strides);
+    return made;
+}
+
+/* Whether torch makes tensors on a CPU past its dispatcher. */
+static int is_on_cpu(const tensor *x) { return empty_on_cpu != Py_None && x->device.type == DL_CPU; }
+
+enum { MOST_DIMENSIONS = 8 };
+
 /* A new tensor of x's dtype or that of the keywords: of these sizes, and `last` behind them unless that is 0. NULL with a Python error. */
-static PyObject *make(PyObject *x, const int64_t *sizes, int count, int64_t last, PyObject *keywords) {
+static PyObject *make(PyObject *x, const tensor *x_tensor, const int64_t *sizes, int count, int64_t last, PyObject *keywords) {
     PyObject *shape = tuple_of(sizes, count, last);
+    if (is_on_cpu(x_tensor) && count <= MOST_DIMENSIONS) {
+        int64_t strides[MOST_DIMENSIONS], stride = last ? last : 1;
+        for (int i = count - 1; i >= 0; i--) {
+            strides[i] = stride;
+            stride *= sizes[i] > 1 ? sizes[i] : 1; /* as torch has those of no elements */
+        }
+        return make_on_cpu(shape, tuple_of(strides, count, last != 0), dtype_of(x, keywords));
+    }
     PyObject *arguments = shape ? PyTuple_Pack(2, x, shape) : NULL;
     PyObject *made = arguments ? PyObject_Call(new_empty, arguments, keywords) : NULL;
     Py_XDECREF(shape);
@@ -41,28 +70,20 @@ static PyObject *make(PyObject *x, const int64_t *sizes, int count, int64_t last
     return made;
 }
 
-/* Whether x lies on a CPU, element after element. */
-static int is_packed_on_cpu(const tensor *x) {
+/* Whether x lies element after element. */
+static int is_packed(const tensor *x) {
     int64_t stride = 1;
     for (int i = x->ndim - 1; i >= 0; i--) {
         if (x->shape[i] != 1 && x->strides[i] != stride) return 0;
         stride *= x->shape[i];
     }
-    return x->device.type == DL_CPU;
+    return 1;
 }
 
-/* Past torch's dispatcher where torch has a function for it, which takes half as long. */
 static PyObject *make_like(PyObject *x, const tensor *x_tensor, PyObject *keywords) {
-    static PyObject *name;
-    if (!name) name = PyUnicode_InternFromString("dtype");
-    if (empty_on_cpu != Py_None && is_packed_on_cpu(x_tensor)) {
-        PyObject *dtype = keywords ? Py_XNewRef(PyDict_GetItem(keywords, name)) : PyObject_GetAttr(x, name);
-        PyObject *shape = tuple_of(x_tensor->shape, x_tensor->ndim, 0), *strides = tuple_of(x_tensor->strides, x_tensor->ndim, 0);
-        PyObject *made = dtype && shape && strides ? PyObject_CallFunctionObjArgs(empty_on_cpu, shape, strides, dtype, NULL) : NULL;
-        Py_XDECREF(dtype);
-        Py_XDECREF(shape);
-        Py_XDECREF(strides);
-        return made;
+    if (is_on_cpu(x_tensor) && is_packed(x_tensor)) {
+        PyObject *const strides = tuple_of(x_tensor->strides, x_tensor->ndim, 0);
+        return make_on_cpu(tuple_of(x_tensor->shape, x_tensor->ndim, 0), strides, dtype_of(x, keywords));
     }
     if (!keywords) return PyObject_CallFunctionObjArgs(empty_like, x, NULL);
     PyObject *arguments = PyTuple_Pack(1, x), *made = arguments ? PyObject_Call(empty_like, arguments, keywords) : NULL;
@@ -82,13 +103,13 @@ static int read_output(output *out, const tensor *x_tensor) {
 int fn_take_output(output *out, PyObject *given, PyObject *x, const tensor *x_tensor, int64_t last, PyObject *keywords) {
     out->given = given != Py_None;
     if (out->given) out->object = Py_NewRef(given);
-    else out->object = last ? make(x, x_tensor->shape, x_tensor->ndim - 1, last, keywords) : make_like(x, x_tensor, keywords);
+    else out->object = last ? make(x, x_tensor, x_tensor->shape, x_tensor->ndim - 1, last, keywords) : make_like(x, x_tensor, keywords);
     return read_output(out, x_tensor);
 }
 
 int fn_make_numbers(output *out, PyObject *x, const tensor *x_tensor, const int64_t *sizes, int count, PyObject *keywords) {
     out->given = 0;
-    out->object = make(x, sizes, count, 0, keywords);
+    out->object = make(x, x_tensor, sizes, count, 0, keywords);
     return read_output(out, x_tensor);
 }
 

@@ -6,7 +6,7 @@ The front end makes a :class:`Forward` or a :class:`Backward`, and passes it who
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -222,27 +222,6 @@ class Before(NamedTuple):
     between: torch.dtype | None
     #: Whether a norm follows the addition.
     followed: bool
-
-
-class NormCall(NamedTuple):
-    """A call of a public function that normalises; nothing of it has been checked."""
-
-    function: Callable[..., Any]
-    x: Tensor
-    residual: Tensor | None
-    weight: Tensor | None
-    flags: Flags
-    out: Tensor | None = None
-    residual_out: Tensor | None = None
-    bias: Tensor | None = None
-    x_scale: float = 1.0
-    #: Whether it is a part of another call, which has asked what overrides functions.
-    inner: bool = False
-
-    def arguments(self) -> dict[str, Any]:
-        """By the names that functions have for them; other names are there too."""
-        # Without ``_asdict``, which old versions of torch's compiler may not know.
-        return dict(zip((*NormCall._fields, *Flags._fields), (*self, *self.flags), strict=True))
 
 
 def operation_of(

@@ -134,12 +134,16 @@ def handed_over(function: Callable[..., _Result], operands: Sequence[Tensor | No
 
 def transform(*operands: Tensor | None) -> bool:
     """Whether a transform of ``torch.func`` is active, or an operand has a tangent of forward-mode differentiation."""
+    if is_dynamo_compiling():  # which sees transforms itself, but not tangents
+        return level_entered()
     return bool(transforms_active()) or (level_entered() and has_tangent(*operands))
 
 
 def seen(*operands: Tensor | None) -> bool:
     """Whether the dispatcher must see a call. Transforms of ``torch.func`` see the functions of autograd instead."""
-    return is_dynamo_compiling() or (below(*operands) and not transform(*operands))
+    if is_dynamo_compiling():
+        return not level_entered()
+    return below(*operands) and not transform(*operands)
 
 
 def in_one_operator(*operands: Tensor | None) -> bool:

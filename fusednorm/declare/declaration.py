@@ -141,6 +141,8 @@ class Declaration:
     #: Default values by name. The default ``torch.dtype`` stands for a dtype that must be given, None for one that may
     #: be; the types ``float`` and ``int`` stand for a number or None, which is the default.
     flags: Mapping[str, Any] = field(default_factory=dict)
+    #: Operands at the end and flags at the end that its operator has not. Other operators serve calls with them.
+    not_of_operator: tuple[str, ...] = ()
     #: (incoming gradients, operands, kept results, flags, needs) -> a gradient or None for each operand that may have
     #: one, in torch's operations, linear in the incoming gradients. Its first parameters name the incoming gradients of
     #: the results that are returned; it has the flags that it needs. None: the operation has no gradients.

@@ -72,6 +72,9 @@ class Plan:
     def __init__(self, declaration: Declaration) -> None:
         self.declaration = declaration
         self.operands = tuple(operand.name for operand in declaration.operands)
+        #: The operands and the flags that the operator has.
+        self.operands_of_operator = tuple(one for one in self.operands if one not in declaration.not_of_operator)
+        self.flags_of_operator = tuple(flag for flag in declaration.flags if flag not in declaration.not_of_operator)
         self.optional = {operand.name for operand in declaration.operands if operand.optional}
         #: The first operand, whose rows they are.
         self.rows = self.operands[0]
@@ -154,13 +157,17 @@ class Plan:
 
     def bound(self, arguments: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """The operands and the flags of an operator's arguments. Torch leaves out the last ones that are defaults."""
-        declaration, count = self.declaration, len(self.operands)
-        operands = dict(zip(self.operands, arguments, strict=False))
-        return operands, {**declaration.defaults, **dict(zip(declaration.flags, arguments[count:], strict=False))}
+        names, count = self.operands_of_operator, len(self.operands_of_operator)
+        operands = {**dict.fromkeys(self.operands), **dict(zip(names, arguments, strict=False))}
+        given = dict(zip(self.flags_of_operator, arguments[count:], strict=False))
+        return operands, {**self.declaration.defaults, **given}
 
     def arguments(self, operands: Mapping[str, Any], flags: Flags) -> list[Any]:
         """The operands and the flags in an operator's order."""
-        return [*[operands[name] for name in self.operands], *[flags[name] for name in self.declaration.flags]]
+        return [
+            *[operands[name] for name in self.operands_of_operator],
+            *[flags[name] for name in self.flags_of_operator],
+        ]
 
     def bound_backward(self, arguments: Sequence[Any]) -> tuple[dict[str, Any], list[bool]]:
         """The tensors and the flags of the gradients' operator, all by name, and which gradients it is asked for."""
@@ -173,8 +180,8 @@ class Plan:
     def schema(self) -> str:
         """The schema of the operator."""
         declaration = self.declaration
-        flags = list(map(self._in_schema, declaration.flags))
-        values = [*declaration.defaults.values()]
+        flags = list(map(self._in_schema, self.flags_of_operator))
+        values = [declaration.defaults[flag] for flag in self.flags_of_operator]
         # Those that came after one that must be given.
         later = len(values) - values[::-1].index(torch.dtype) if torch.dtype in values else len(values)
         for place, default in reversed([*enumerate(values)]):
@@ -194,7 +201,7 @@ class Plan:
 
     @property
     def _operands_in_schema(self) -> list[str]:
-        return [f"Tensor{'?' if name in self.optional else ''} {name}" for name in self.operands]
+        return [f"Tensor{'?' if name in self.optional else ''} {name}" for name in self.operands_of_operator]
 
     def _in_schema(self, flag: str) -> str:
         default = self.declaration.flags[flag]

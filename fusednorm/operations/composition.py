@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
 from fusednorm.calls import must_be_seen
-from fusednorm.calls.fast_path import ENTRIES, Entry
 from fusednorm.declare.declaration import Declaration
 from fusednorm.operations.front_door import Asked, Operation
-from fusednorm.operations.inference import add_operator
 from fusednorm.torch_ops import dtensor_bridge
 from fusednorm.torch_ops.gradients import composed_again
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Composition(Operation):
@@ -32,6 +28,8 @@ class Composition(Operation):
             whether each operand that may have a gradient needs it) -> a gradient or None for each of these.
         fast: see :class:`fusednorm.torch_ops.operator.Operator`; recorded calls alone ask it.
     """
+
+    has_one_operator = True
 
     def __init__(
         self,
@@ -52,17 +50,6 @@ class Composition(Operation):
     def differentiable(self) -> bool:
         """Each of its operations has gradients of its own."""
         return True
-
-    def open(self, entry: Entry, names: str = "") -> Callable[..., Any]:
-        """The fast path of the public function, which its operator takes too."""
-        ENTRIES[self.declaration.name] = entry
-        return super().open(entry, names)
-
-    def public(self, function: _Function) -> _Function:
-        """Adds a function that users call, with an operator."""
-        if not function.__name__.endswith("_"):
-            add_operator(function)
-        return super().public(function)
 
     def register(self) -> None:
         """Torch knows its operations; its own operator has the arguments of its function."""

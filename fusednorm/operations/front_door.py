@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -26,7 +27,9 @@ from fusednorm.calls.checks import (
 from fusednorm.calls.fast_path import Entry
 from fusednorm.calls.must_be_seen import Listener
 from fusednorm.declare.declaration import WITH_ROWS, Role
+from fusednorm.declare.written import sorted_arguments, sorted_positions
 from fusednorm.engine import run as engine
+from fusednorm.operations.inference import add_operator
 from fusednorm.torch_ops import dtensor_bridge
 from fusednorm.torch_ops.operator import Operator
 
@@ -58,12 +61,19 @@ class Operation(Operator):
 
     #: As :attr:`fusednorm.operations.listed.Listed.steps`; none: a call of its own, or torch's operations compute it.
     steps = ""
+    #: Whether a compiled graph without gradients has an operator of the public function: see ``inference.py``.
+    has_one_operator = False
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         #: Its public functions, by name. The name of one that works in place ends in an underscore.
         self.functions: dict[str, Callable[..., Any]] = {}
         self._defaults = self.declaration.defaults
+        #: Takers of their arguments, by their names.
+        self._sorted: dict[str, Callable[..., Any]] = {}
+        self._alone = len(self.declaration.returned) == 1
+        #: Whether public functions take operands in other shapes, too.
+        self.fits = type(self).fitted is not Operation.fitted
         self._returned = tuple((result.name, result.overwrites or "") for result in self.declaration.returned)
         self._of_dtypes = [
             (result.name, result.dtype, result.role is Role.ROWS)
@@ -85,14 +95,14 @@ class Operation(Operator):
 
     def public(self, function: _Function) -> _Function:
         """Adds a function that users call, with operands, flags and outputs of the declared names."""
-        self.functions[function.__name__] = function
+        name = function.__name__
+        if self.has_one_operator and name[-1] != "_":
+            add_operator(function)
+        outputs = {result: overwrites if name[-1] == "_" else None for result, overwrites in self._returned}
+        self._sorted[name] = sorted_arguments(self._called, name, self.plan.operands, self._defaults, outputs)
+        self.functions[name] = function
         PUBLIC[function] = self
         return function
-
-    @property
-    def fits(self) -> bool:
-        """Whether public functions take operands in other shapes, too."""
-        return type(self).fitted is not Operation.fitted
 
     def fitted(self, operands: Sequence[Any]) -> Sequence[Any]:
         """The operands in the declared shapes, where public functions take others as well."""
@@ -100,60 +110,56 @@ class Operation(Operator):
 
     def open(self, entry: Entry, names: str = "") -> Callable[..., Any]:
         """The fast path of a public function, which has these arguments; None: those that the entry has names for."""
-        taken, operands_of, defaults = (names or entry.names).split(), self.plan.operands, self._defaults
-        outputs, dtypes = [result for result, _ in self._returned], [flag for _, flag, _ in self._of_dtypes]
-        count, alone = len(operands_of), len(outputs) == 1
-        # The usual arguments after the operands, if they are all in the usual places; and usual flags.
-        others = [defaults.get(name) for name in taken[count:]] if (*taken[:count],) == operands_of else None
-        usual, numbers = MappingProxyType(defaults), self.plan.has_numbers
+        if self.has_one_operator:
+            fast_path.ENTRIES[self.declaration.name] = entry
+        outputs = [result for result, _ in self._returned]
+        taken = (names or entry.names).split()
+        return entry.open(
+            recorded=sorted_positions(self._recorded_by_c, taken, self.plan.operands, self._defaults, outputs)
+        )
 
-        def flags_of(given: Mapping[str, Any], operands: Sequence[Any]) -> MappingProxyType[str, Any]:
-            flags: Mapping[str, Any] = {flag: given.get(flag, default) for flag, default in self._defaults.items()}
-            asked = [flag for flag in dtypes if flags[flag] is not None]  # C has not looked at them yet
-            named = dict(zip(operands_of, operands, strict=True))
-            return MappingProxyType({**(self.plan.check_flags if asked else self.plan.rounded)(named, flags)})
+    def _recorded_by_c(self, operands: Sequence[Any], flags: Mapping[str, Any]) -> Any:
+        """The results of a call that C has read, and of which only autograd must know; or None."""
+        if must_be_seen.transforms_active():
+            return None
+        if self.fits:
+            operands = self.fitted(operands)
+        return self.record_new(operands, self.flags_of_recorded(operands, flags))
 
-        def record(*arguments: Any, **named: Any) -> Any:
-            """The results for plain operands that C has read, where gradients are recorded; or None."""
-            if must_be_seen.transforms_active():
-                return None
-            if not (named or numbers or others is None) and _are(arguments[count:], others):
-                operands, flags = self.fitted(arguments[:count]), usual
-            else:
-                given = named or dict(zip(taken, arguments, strict=False))
-                for output in outputs:
-                    if given.get(output) is not None:
-                        return None
-                operands = self.fitted([given.get(operand) for operand in operands_of])
-                flags = flags_of(given, operands)
-            found = self.record_plain(operands, flags)
-            return found if not isinstance(found, tuple) else found[0] if alone else found[: len(outputs)]
+    def flags_of_recorded(self, operands: Sequence[Any], flags: Mapping[str, Any]) -> MappingProxyType[str, Any]:
+        """The flags, numbers rounded; C has checked all but dtypes of results."""
+        if flags != self._defaults or self.plan.has_numbers:
+            named = dict(zip(self.plan.operands, operands, strict=True))
+            asked = [flag for _, flag, _ in self._of_dtypes if flags[flag] is not None]
+            flags = (self.plan.check_flags if asked else self.plan.rounded)(named, flags)
+        return MappingProxyType(flags)
 
-        return entry.open(recorded=record)
+    def record_new(self, operands: Sequence[Any], flags: Mapping[str, Any]) -> Any:
+        """The results of the public function, for plain operands that C has read, where gradients are recorded."""
+        found = self.record_plain(operands, flags)
+        if type(found) is not tuple:
+            return found
+        return found[0] if self._alone else found[: len(self._returned)]
 
-    @exact
     def __call__(self, name: str, **arguments: Any) -> Results:  # type: ignore[type-var]
         """The results of the public function of that name, one or a tuple as it says; see the function for errors.
 
         ``arguments``: all operands, the flags that the function has, and the outputs that it takes.
         """
-        in_place = name.endswith("_")
-        outputs: dict[str, Any] = {}
-        operands = {operand: arguments.pop(operand) for operand in self.plan.operands}
-        for result, overwrites in self._returned:
-            output = operands[overwrites] if in_place else arguments.pop(result, None)
-            if output is not None:
-                outputs[result] = output
+        return self._sorted[name](**arguments)  # type: ignore[no-any-return]
+
+    @exact
+    def _called(self, name: str, operands: dict[str, Any], flags: dict[str, Any], outputs: dict[str, Any]) -> Any:
         if self.fits:
             operands = dict(zip(operands, self.fitted([*operands.values()]), strict=True))
         tensors = (*operands.values(), *outputs.values())
-        listener, records = None, False
-        if is_dynamo_compiling() or not fast_path.is_direct(*tensors):  # C tells it sooner
-            listener = must_be_seen.listener(*tensors)
-            if listener is Listener.OVERRIDE:
-                given = {**operands, **arguments, **dict.fromkeys([one for one, _ in self._returned]), **outputs}
-                return cast(Results, must_be_seen.handed_over(self.functions[name], tensors, given))
-        asked = Asked(operands, {**self._defaults, **arguments}, outputs, listener, in_place)  # in the declared order
+        if not is_dynamo_compiling() and fast_path.is_direct(*tensors):  # the usual case, which C tells soonest
+            return self.results(self.direct(operands, flags, outputs, name[-1] == "_"), outputs)
+        asked = Asked(operands, flags, outputs, None, name[-1] == "_")
+        asked.listener = listener = must_be_seen.listener(*tensors)
+        if listener is Listener.OVERRIDE:
+            given = {**operands, **flags, **dict.fromkeys([one for one, _ in self._returned]), **outputs}
+            return must_be_seen.handed_over(self.functions[name], tensors, given)
         asked.flags = self.checked(asked)
         records = self.differentiable and is_grad_enabled() and requires_grad(*operands.values())
         if outputs and (records or (is_grad_enabled() and requires_grad(*outputs.values()))):
@@ -164,9 +170,20 @@ class Operation(Operator):
             of_parts = None if is_dynamo_compiling() else self.of_parts(operands, asked.flags)
             found = self.into(asked) if of_parts is None else of_parts
         else:
-            found = self.record(operands, asked.flags)
+            record: Any = self.record
+            if listener is not None and "torch._dynamo" in sys.modules:
+                record = torch.compiler.disable(record)  # type: ignore[no-untyped-call]  # else it compiles what is below
+            found = record(operands, asked.flags)
             found = found if isinstance(found, tuple) else (found,)
-        return self.results(found, outputs)  # type: ignore[no-any-return]
+        return self.results(found, outputs)
+
+    def direct(
+        self, operands: dict[str, Any], flags: dict[str, Any], outputs: dict[str, Any], in_place: bool
+    ) -> tuple[Tensor, ...]:
+        """The results that are returned, where nobody listens, and nothing has been checked."""
+        asked = Asked(operands, flags, outputs, None, in_place)
+        asked.flags = self.checked(asked)
+        return self.compute(asked)
 
     def checked(self, asked: Asked) -> Mapping[str, Any]:
         """The flags, numbers rounded, after all checks, but those of operands that the operator makes."""
@@ -195,8 +212,7 @@ class Operation(Operator):
         if outputs:
             of_names = zip(self._returned, found, strict=False)
             found = tuple([dtensor_bridge.written(outputs.get(result), new) for (result, _), new in of_names])
-        count = len(self._returned)
-        return found[0] if count == 1 else found[:count]
+        return found[0] if self._alone else found[: len(self._returned)]
 
     def _dtypes_of_outputs(self, asked: Asked) -> dict[str, Any]:
         """The flags that say the dtypes of the memory that the caller gave for results."""
@@ -222,14 +238,6 @@ class Operation(Operator):
             called[called_name] = asked.outputs.get(name)
         if asked.in_memory:
             check_apart(called, asked.operands, None if asked.in_place else self._own)
-
-
-def _are(arguments: Sequence[Any], usual: Sequence[Any]) -> bool:
-    """Whether all arguments have their usual values; those at the end may be left out."""
-    for given, value in zip(arguments, usual, strict=False):  # noqa: SIM110  (all() takes twice as long)
-        if given is not value:
-            return False
-    return True
 
 
 def dtype_of(

@@ -246,7 +246,7 @@ def _record(y: Tensor, z: Tensor, activation: str, out: Tensor | None = None, _:
     if out is not None or must_be_seen.transforms_active():
         return None
     flags = MappingProxyType({"activation": activation, "out_dtype": y.dtype})
-    return _GATE.recorded.record(y, z, flags)  # type: ignore[attr-defined]
+    return _GATE.apply_plain(y, z, flags)
 
 
 def _record_and_mul(
@@ -269,7 +269,7 @@ def _record_and_mul(
         )
     if between is not None:
         flags = MappingProxyType({**flags, "between": between})
-    return operation.recorded.record(gate, up, flags)  # type: ignore[attr-defined]
+    return operation.apply_plain(gate, up, flags)
 
 
 _USUAL_STEPS = (None, *[*SILU_STEPS.values()][1:])

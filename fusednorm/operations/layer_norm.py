@@ -1,39 +1,31 @@
-"""LayerNorm: the norms of :mod:`fusednorm.operations.norm`, whose rows first lose their mean."""
+"""LayerNorm: norms whose rows first lose their mean. See :mod:`fusednorm.operations.norm_operation`."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from fusednorm.calls.call import Flags, NormCall
 from fusednorm.calls.checks import refuse_type
 from fusednorm.calls.fast_path import Entry
-from fusednorm.operations.norm import beyond_fast_path, record, record_sum
-
-
-def _record_sum(x: Tensor, residual: Tensor, weight: Any, bias: Any, eps: float, *more: Any) -> Any:
-    """As of RMS norms, whose arguments have another order."""
-    return record_sum(x, residual, weight, eps, bias, 1.0, *more, center=True)
-
-
-def _record(x: Tensor, weight: Any, bias: Any, eps: float, *more: Any) -> Any:
-    return record(x, weight, eps, bias, *more, center=True)
-
+from fusednorm.operations.norm_operation import Norm
 
 _CENTERED = {"center": True}
-layer_norm_on_fast_path = Entry(
-    "norm", "x weight bias eps weight_offset round_norm out out_dtype", returned=0, constants=_CENTERED
-).of("layer_norm", _record)
-fused_add_layer_norm_on_fast_path = Entry(
-    "norm",
-    "x residual weight bias eps weight_offset round_sum round_norm out residual_out out_dtype residual_dtype",
-    constants=_CENTERED,
-).of("fused_add_layer_norm", _record_sum)
+_LAYER_NORM = Norm("layer_norm", added=False, center=True)
+layer_norm_on_fast_path = _LAYER_NORM.open(
+    Entry("norm", "x weight bias eps weight_offset round_norm out out_dtype", returned=0, constants=_CENTERED)
+)
+_FUSED_ADD_LAYER_NORM = Norm("fused_add_layer_norm", added=True, center=True)
+fused_add_layer_norm_on_fast_path = _FUSED_ADD_LAYER_NORM.open(
+    Entry(
+        "norm",
+        "x residual weight bias eps weight_offset round_sum round_norm out residual_out out_dtype residual_dtype",
+        constants=_CENTERED,
+    )
+)
 
 
+@_FUSED_ADD_LAYER_NORM.public
 def fused_add_layer_norm(
     x: Tensor,
     residual: Tensor,
@@ -71,10 +63,14 @@ def fused_add_layer_norm(
         )  # fmt: skip
         if result is not None:
             return result
-    flags = Flags(eps, weight_offset, round_sum, round_norm, out_dtype, residual_dtype, True)
-    return beyond_fast_path(NormCall(fused_add_layer_norm, x, residual, weight, flags, out, residual_out, bias))
+    return _FUSED_ADD_LAYER_NORM(
+        "fused_add_layer_norm", x=x, residual=residual, weight=weight, bias=bias, eps=eps,
+        weight_offset=weight_offset, round_sum=round_sum, round_norm=round_norm, out=out, residual_out=residual_out,
+        out_dtype=out_dtype, residual_dtype=residual_dtype,
+    )  # fmt: skip
 
 
+@_FUSED_ADD_LAYER_NORM.public
 def fused_add_layer_norm_(
     x: Tensor,
     residual: Tensor,
@@ -105,10 +101,13 @@ def fused_add_layer_norm_(
         )
         if result is not None:
             return result
-    flags = Flags(eps, weight_offset, round_sum, round_norm, center=True)
-    return beyond_fast_path(NormCall(fused_add_layer_norm_, x, residual, weight, flags, x, residual, bias))
+    return _FUSED_ADD_LAYER_NORM(
+        "fused_add_layer_norm_", x=x, residual=residual, weight=weight, bias=bias, eps=eps,
+        weight_offset=weight_offset, round_sum=round_sum, round_norm=round_norm,
+    )  # fmt: skip
 
 
+@_LAYER_NORM.public
 def layer_norm(
     x: Tensor,
     weight: Tensor | None = None,
@@ -138,10 +137,13 @@ def layer_norm(
         result: Tensor | None = layer_norm_on_fast_path(x, weight, bias, eps, weight_offset, round_norm, out, out_dtype)
         if result is not None:
             return result
-    flags = Flags(eps, weight_offset, True, round_norm, out_dtype, center=True)
-    return beyond_fast_path(NormCall(layer_norm, x, None, weight, flags, out, None, bias))
+    return _LAYER_NORM(
+        "layer_norm", x=x, weight=weight, bias=bias, eps=eps, weight_offset=weight_offset, round_norm=round_norm,
+        out=out, out_dtype=out_dtype,
+    )  # fmt: skip
 
 
+@_LAYER_NORM.public
 def layer_norm_(
     x: Tensor,
     weight: Tensor | None = None,
@@ -164,5 +166,6 @@ def layer_norm_(
         result: Tensor | None = layer_norm_on_fast_path(x, weight, bias, eps, weight_offset, round_norm, x)
         if result is not None:
             return result
-    flags = Flags(eps, weight_offset, True, round_norm, center=True)
-    return beyond_fast_path(NormCall(layer_norm_, x, None, weight, flags, x, None, bias))
+    return _LAYER_NORM(
+        "layer_norm_", x=x, weight=weight, bias=bias, eps=eps, weight_offset=weight_offset, round_norm=round_norm
+    )

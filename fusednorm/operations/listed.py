@@ -1,12 +1,11 @@
 """All operations as data, for what has a line for each: explain, prewarm, contract, check and bench.
 
-An operation that is declared is listed by its declaration. The others have an entry in :data:`ENTRIES` until they are.
+Each is listed by its declaration.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -15,10 +14,7 @@ from torch import Tensor
 
 from fusednorm.declare.declaration import Result, Role
 from fusednorm.operations.front_door import PUBLIC, Operation
-from fusednorm.operations.inference import add_operator
 from fusednorm.operations.l2 import l2_norm
-from fusednorm.operations.layer_norm import fused_add_layer_norm, layer_norm
-from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
 
 
 class Listed(NamedTuple):
@@ -136,36 +132,8 @@ def _tensors(role: Role, heads: bool, x: Tensor, other: Tensor, weight: Tensor |
     return other.detach()[:, :size].chunk(2, -1)
 
 
-#: By the names of operands.
-_ROLES = {"x": Role.ROWS, "residual": Role.ROWS, "weight": Role.WEIGHT}
-
-
-def _entry(
-    function: Callable[..., Any], steps: str, results: tuple[Result, ...] = (Result(),), **sample: Any
-) -> Listed:
-    """A norm, which is not declared; its operands are known by their names."""
-    in_place = getattr(sys.modules[function.__module__], f"{function.__name__}_", None)
-    operands = {name: _ROLES[name] for name in inspect.signature(function).parameters if name in _ROLES}
-    return Listed(function, in_place, operands, results, steps, sample)
-
-
-_Y, _SUM = Result(overwrites="x"), Result("residual_out", overwrites="residual")
-_BIAS = {"bias": Role.WEIGHT}
-
-#: In the order in which ``check`` names them.
-ENTRIES = (
-    _entry(rms_norm, "norm", (_Y,), **_BIAS),
-    _entry(fused_add_rms_norm, "add, norm", (_Y, _SUM), **_BIAS, x_scale=0.22),
-    _entry(l2_norm, "norm"),
-    _entry(layer_norm, "norm", (_Y,), **_BIAS),
-    _entry(fused_add_layer_norm, "add, norm", (_Y, _SUM), **_BIAS),
-)
-
-
-for _one in ENTRIES:
-    if _one.name != "l2_norm":  # which is rms_norm
-        add_operator(_one.function)
-
+#: No operation of its own: it calls another one.
+_L2_NORM = Listed(l2_norm, None, {"x": Role.ROWS}, (Result(),), "norm")
 
 #: The roles of operands that are listed with another one: each has as many heads as the first.
 _LISTED = {Role.HEADS: Role.ROWS}
@@ -174,13 +142,15 @@ _LISTED = {Role.HEADS: Role.ROWS}
 def _declared(name: str, function: Callable[..., Any], operation: Operation) -> Listed:
     declaration = operation.declaration
     taken = inspect.signature(function).parameters
+    sample = {flag: value for flag, value in declaration.samples[-1].items() if flag in taken}
+    others = [one for one in declaration.operands if not one.listed and one.role is Role.WEIGHT]
     return Listed(
         function,
         operation.functions.get(f"{name}_"),
         {one.name: _LISTED.get(one.role, one.role) for one in declaration.operands if one.listed},
         declaration.returned,
         operation.steps,
-        {flag: value for flag, value in declaration.samples[-1].items() if flag in taken},
+        sample | {one.name: one.role for one in others},
         operation.differentiable,
         declaration.exact_gradients,
         {one.name: one.dtype for one in declaration.operands if one.dtype is not None},
@@ -191,7 +161,7 @@ def every() -> dict[str, Listed]:
     """The operations, by the names of the functions that return new tensors."""
     new = [(function.__name__, function, operation) for function, operation in PUBLIC.items()]
     declared = [_declared(*one) for one in new if not one[0].endswith("_")]
-    return {listed.name: listed for listed in (*ENTRIES, *declared)}
+    return {listed.name: listed for listed in (*declared, _L2_NORM)}
 
 
 def of_function(function: Any) -> Listed:

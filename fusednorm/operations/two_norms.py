@@ -18,7 +18,7 @@ from fusednorm.declare.plan import Plan
 from fusednorm.engine import run_norms
 from fusednorm.operations.composition import Composition
 from fusednorm.operations.front_door import Asked
-from fusednorm.operations.norm import norm_within
+from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
 from fusednorm.torch_ops import steps
 
 
@@ -55,16 +55,8 @@ def _run(
 
 
 def _normed(x: Tensor, weight: Tensor | None, flags: Mapping[str, Any]) -> Tensor:
-    found: Tensor = norm_within(
-        x,
-        None,
-        weight,
-        flags["eps"],
-        weight_offset=flags["weight_offset"],
-        round_norm=flags["round_norm"],
-        out_dtype=flags["between"],
-    )
-    return found
+    numbers = {name: flags[name] for name in ("eps", "weight_offset", "round_norm")}
+    return rms_norm(x, weight, **numbers, out_dtype=flags["between"])
 
 
 def _added(x: Tensor, residual: Tensor, weight: Tensor | None, **flags: Any) -> tuple[Tensor]:
@@ -75,7 +67,7 @@ def _normed_again(
     x: Tensor, residual: Tensor, weight: Tensor | None, next_weight: Tensor | None, **flags: Any
 ) -> tuple[Tensor, Tensor]:
     eps = flags["eps"] if flags["next_eps"] is None else flags["next_eps"]
-    found = norm_within(
+    return fused_add_rms_norm(
         _normed(x, weight, flags),
         residual,
         next_weight,
@@ -86,7 +78,6 @@ def _normed_again(
         out_dtype=flags["out_dtype"] or x.dtype,
         residual_dtype=flags["residual_dtype"],
     )
-    return cast("tuple[Tensor, Tensor]", found)
 
 
 class _TwoNorms(Composition):

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.calls import fast_path, must_be_seen
-from fusednorm.calls.arithmetic import exact
-from fusednorm.calls.call import Flags, NormGradients, RMSNorm, Step, accumulator, operation_of
+from fusednorm.calls.call import Flags, RMSNorm, Step, accumulator, operation_of
 from fusednorm.calls.checks import check_kept
 from fusednorm.calls.scalars import number
 from fusednorm.engine import run_norms
@@ -88,10 +87,33 @@ def _normalised(terms: Sequence[Tensor], accumulator: torch.dtype) -> Tensor:
     return cast(Tensor, h)
 
 
-def by_backend(chosen: tuple[Chosen, bool], of: NormGradients) -> tuple[Tensor | None, ...]:
-    """The gradients of x, the residual, the weight and the bias, None where not needed: by :func:`backend_of`."""
+def by_backend(
+    chosen: tuple[Chosen, bool],
+    operation: RMSNorm,
+    dy: Tensor,
+    d_total: Tensor | None,
+    h: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    weight_offset: float,
+    needs: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of x, the residual, the weight and the bias, None where not needed.
+
+    Args:
+        chosen: what :func:`backend_of` returns.
+        operation: that of the forward pass.
+        dy: as in :class:`fusednorm.call.Backward`, but in whatever levels it lies; so are those that follow.
+        d_total: the gradient of residual_out, or None.
+        h: the rows that were normalised.
+        rstd: theirs.
+        weight: the operand.
+        bias: the operand.
+        weight_offset: rounded.
+        needs: whether the gradient of each of the four is wanted.
+    """
     backend, in_one_call = chosen
-    operation, dy, d_total, h, rstd, weight, bias, weight_offset, needs = of
     if in_one_call:
         return run_norms.backward(backend, operation, dy, d_total, h, rstd, weight, weight_offset, needs, bias)
     of_rows = needs[0] or needs[1]
@@ -128,7 +150,7 @@ def gradients(
     operands = (dy, d_total, h, rstd, weight, bias)
     below = again or not (fast_path.is_direct(*operands) or not must_be_seen.below(*operands))  # C tells it sooner
     if chosen is not None and not below:
-        return by_backend(chosen, NormGradients(operation, dy, d_total, h, rstd, weight, bias, weight_offset, needs))
+        return by_backend(chosen, operation, dy, d_total, h, rstd, weight, bias, weight_offset, needs)
     dtypes = (operation.x, operation.residual)
     if operation.center and not again:
         found = torch.ops.fusednorm.layer_norm_backward(
@@ -182,30 +204,3 @@ def backend_of(operation: RMSNorm, weight: Tensor | None, bias: Tensor | None) -
     of_one_shape = weight is None or bias is None or weight.shape == bias.shape
     whole = run_norms.whole_of(operation, Step("affine_backward")) if of_one_shape else None
     return whole or run_norms.backend_of(_norm_alone(operation)), whole is not None
-
-
-class Normalise(torch.autograd.Function):
-    """(x, residual or None, weight or None, bias or None, flags) -> (y, residual_out or None).
-
-    A backend that has the gradients of a bias too, and of rows of heads, makes one call of each pass.
-    """
-
-    @staticmethod
-    @exact
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor | None]:
-        """See :func:`fusednorm.fused_add_rms_norm` and :func:`fusednorm.rms_norm`."""
-        x, residual, weight, bias, flags = inputs
-        rstd = new_rstd(x)
-        of_heads = getattr(weight, "ndim", 1) == 2
-        y, total = run_norms.fast_path_first(x, residual, weight, flags, rstd=rstd, bias=bias, of_heads=of_heads)
-        keep(ctx, x, residual, weight, flags, (y, total, rstd), bias)
-        ctx.backend = backend_of(ctx.operation, weight, bias)  # in the backward pass another may be in force
-        if total is not None and not any(ctx.needs_input_grad[:2]):
-            ctx.mark_non_differentiable(total)
-        return y, total
-
-    @staticmethod
-    @exact
-    def backward(ctx: Any, dy: Tensor | None, d_total: Tensor | None) -> tuple[Tensor | None, ...]:
-        """See :func:`gradients`."""
-        return *gradients(ctx, dy, d_total, ctx.needs_input_grad[:4], ctx.backend), None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -61,7 +62,6 @@ class Operator:
             for place, result in enumerate(declaration.returned)
             if result.of
         ]
-        self._recorded: type[torch.autograd.Function] | None = None
         self.register()
 
     def register(self) -> None:
@@ -77,12 +77,15 @@ class Operator:
         if (sharding := sys.modules.get("fusednorm.torch_ops.sharding")) is not None:
             sharding.register_declared(self.plan)
 
-    @property
+    @functools.cached_property
     def recorded(self) -> type[torch.autograd.Function]:
         """(*operands, flags) -> results, with gradients, tangents and batches; it takes long to make."""
-        if self._recorded is None:
-            self._recorded = _recorded(self)
-        return self._recorded
+        return _recorded(self)
+
+    @functools.cached_property
+    def apply_plain(self) -> Callable[..., Any]:
+        """``apply``, for plain operands alone. That binds names first, which takes as long as a short call."""
+        return cast("Callable[..., Any]", super(torch.autograd.Function, self.recorded).apply)
 
     @property
     def differentiable(self) -> bool:
@@ -107,7 +110,7 @@ class Operator:
 
     def record_plain(self, operands: Sequence[Any], flags: Flags) -> Any:
         """The same for plain operands that C has read, and flags of a type that torch does not look into."""
-        return self.recorded.record(*operands, flags)  # type: ignore[attr-defined]
+        return self.apply_plain(*operands, flags)
 
     def with_gradients(self, **arguments: Any) -> Any:
         """The results, one or a tuple, for operands that have been checked: through torch's dispatcher if it must."""
@@ -149,7 +152,7 @@ class Operator:
 
     def _gradients_of_operator(self, ctx: Any, *incoming: Any) -> tuple[Tensor | None, ...]:
         found = self.gradients(ctx, incoming, through_dispatcher=True)
-        return *found, *[None] * len(self.declaration.flags)
+        return *found, *[None] * len(self.plan.flags_of_operator)
 
     # Gradients.
 
@@ -258,17 +261,13 @@ def _recorded(operator: Operator) -> type[torch.autograd.Function]:
     declaration, names = operator.declaration, operator.plan.operands
 
     class Differentiable(torch.autograd.Function):
-        @classmethod
-        def record(cls, *arguments: Any) -> Any:
-            """``apply``, for plain operands alone. That binds names first, which takes as long as a short call."""
-            return cast(Any, super(torch.autograd.Function, cls)).apply(*arguments)
-
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             *tensors, flags = inputs
             operands = dict(zip(names, tensors, strict=True))
             operator.keep(ctx, operands, flags, _several(output), through_dispatcher=False)
-            ctx.save_for_forward(*[operands[name] for name in operator.taken])
+            if must_be_seen.level_entered():
+                ctx.save_for_forward(*[operands[name] for name in operator.taken])
 
         @staticmethod
         @exact

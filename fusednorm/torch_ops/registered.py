@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -120,7 +121,10 @@ def _ask_for(name: str) -> Any:
     """An operator by its name, of which all is registered before torch makes it; asked where nobody did before."""
     with _LOCK:
         if name in _LATER:
-            _LATER[name]()
+            later: Any = _LATER[name]
+            if "torch._dynamo" in sys.modules:
+                later = torch.compiler.disable(later)  # type: ignore[no-untyped-call]  # else it traces that
+            later()
         if name in _OPERATORS:  # by now, perhaps through another thread
             return _OPERATORS[name]
     raise AttributeError(name)  # which has torch make it, if there is one

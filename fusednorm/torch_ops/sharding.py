@@ -261,8 +261,10 @@ def _register(name: str, rule: _Rule, static_argnum: int = 100) -> None:
 def register_declared(plan: Plan) -> None:
     """Registers the rules of a declared operation and of its gradients."""
     declaration, roles, joined = plan.declaration, plan.declaration.roles, plan.joined_of
-    rule = _Rule(roles, [result.role for result in declaration.results], joined=joined)
-    _register(declaration.name, rule, len(declaration.operands))
+    operands = {name: roles[name] for name in plan.operands_of_operator}
+    _register(
+        declaration.name, _Rule(operands, [one.role for one in declaration.results], joined=joined), len(operands)
+    )
     if declaration.gradient is not None:
         taken, results = declaration.backward_tensors, [one.role for one in declaration.with_gradient]
         rule = _Rule({name: roles[name] for name in taken}, results, lambda arguments: arguments[-1], joined)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,9 +12,11 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from fusednorm.calls.fast_path import Entry, taken_in_c
+from fusednorm.calls.must_be_seen import transforms_active
 from fusednorm.operations.layer_norm import fused_add_layer_norm, layer_norm
-from fusednorm.operations.norm import fused_add_rms_norm, record_sum, rms_norm
+from fusednorm.operations.norm import fused_add_rms_norm, rms_norm
 from fusednorm.operations.norm_gated import rms_norm_gated
+from fusednorm.operations.norm_operation import NORMS
 from fusednorm.operations.two_norms import (
     rms_norm_add,
     rms_norm_add_rms_norm,
@@ -171,8 +174,8 @@ rewritten_layer = functools.cache(rewritten)
 # longer than the norm. Functions are few therefore, and C, which compares shapes and devices, is asked before they are.
 
 
-def _record(x: Tensor, weight: Any, bias: Any, eps: float, *flags: Any) -> Any:
-    found = _record_sum(x, None, 1.0, weight, bias, eps, *flags)
+def _record(x: Tensor, *form: Any) -> Any:
+    found = _record_sum(x, None, 1.0, *form)
     return found if found is None else found[0]
 
 
@@ -187,8 +190,13 @@ def _record_sum(
     rounded: bool,
     center: bool,
 ) -> Any:
-    """As of the public functions, whose arguments have another order."""
-    return record_sum(x, residual, weight, eps, bias, x_scale, offset, True, rounded, center=center)
+    """The results of a norm where gradients are recorded, or None: other functions make the call."""
+    if x_scale != 1.0 or transforms_active():
+        return None
+    norm = NORMS[residual is not None, center]
+    operands = {"x": x, "residual": residual, "weight": weight, "bias": bias}
+    flags = {**norm.declaration.defaults, "eps": eps, "weight_offset": offset, "round_norm": rounded}
+    return norm.record_new([operands[name] for name in norm.plan.operands], MappingProxyType(flags))
 
 
 _FORM = "weight bias eps weight_offset round_norm center"

@@ -188,14 +188,14 @@ def test_raw_operators_lose_no_derivative(name):
         call(leaf)
 
 
-def test_out_of_another_dtype_has_no_tangent():
+def test_out_of_another_dtype_has_its_tangent():
     x, _, weight = tensors(F32)
 
     def call(x):
         return rms_norm(x, weight, out=torch.empty_like(x, dtype=BF16))
 
-    with pytest.raises(NotImplementedError, match="out"):
-        jvp(call, (x,), (x,))
+    expected = jvp(lambda x: rms_norm(x, weight, out_dtype=BF16), (x,), (x,))
+    assert all(torch.equal(found, one) for found, one in zip(jvp(call, (x,), (x,)), expected, strict=True))
 
 
 def test_a_level_disturbs_no_other_thread():
@@ -210,17 +210,23 @@ def test_a_level_disturbs_no_other_thread():
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_compiled_tangents_are_right_or_refused():
+#: So many of the tensors: x, the residual, the weight.
+TAKEN = {"fused_add_rms_norm": 3, "log_softmax": 1, "gate": 2, "rms_norm_add": 3}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_compiled_tangents_are_right_or_refused(name):
     """In one graph torch's compiler refuses them; never is the tangent that of a constant."""
-    values, tangents = tuple(tensors()), tuple(tensors(seed=1))
-    expected = jvp(formula, values, tangents)[1]
+    function, values, tangents = (getattr(fusednorm, name), *[tuple(tensors(seed=s))[: TAKEN[name]] for s in (0, 1)])
+    of_formula = formula if name == "fused_add_rms_norm" else function
+    expected = jvp(of_formula, values, tangents)[1]
     for backend in ("eager", "aot_eager"):
         torch._dynamo.reset()
-        close(torch.compile(lambda *a: jvp(fused_add_rms_norm, a, tangents)[1], backend=backend)(*values), expected)
-        close(jvp(torch.compile(fused_add_rms_norm, backend=backend), values, tangents)[1], expected)
+        close(torch.compile(lambda *a: jvp(function, a, tangents)[1], backend=backend)(*values), expected)
+        close(jvp(torch.compile(function, backend=backend), values, tangents)[1], expected)
         torch._dynamo.reset()
         with pytest.raises(torch._dynamo.exc.Unsupported):
-            torch.compile(lambda *a: jvp(fused_add_rms_norm, a, tangents)[1], backend=backend, fullgraph=True)(*values)
+            torch.compile(lambda *a: jvp(function, a, tangents)[1], backend=backend, fullgraph=True)(*values)
 
 
 def test_gradients_of_compiled_calls_under_forward_mode():

@@ -16,7 +16,7 @@ from fusednorm.calls.call import ACTIVATIONS
 from fusednorm.conformance.cases import BF16, DTYPES, F32, F64, NAMES, Case, covering
 from fusednorm.conformance.test_operations import AXES, of_rows
 from fusednorm.engine import open_fast_path
-from fusednorm.operations import norm, norm_gated
+from fusednorm.operations import norm_gated, norm_operation
 
 from fast_calls import note_fast_calls
 
@@ -52,7 +52,7 @@ def taken(monkeypatch, way):
 
     Nothing else takes them but one call of C.
     """
-    monkeypatch.setattr(norm, "_composed", None)
+    monkeypatch.setattr(norm_operation.Norm, "_composed", None)
     monkeypatch.setattr(norm_gated, "rms_norm", None)  # the first of plain operations
     fusednorm.rms_norm(torch.ones(1, 2))  # opens the fast path
     return note_fast_calls(monkeypatch, way == "fast path")
