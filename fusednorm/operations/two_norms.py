@@ -60,7 +60,8 @@ def _normed(x: Tensor, weight: Tensor | None, flags: Mapping[str, Any]) -> Tenso
 
 
 def _added(x: Tensor, residual: Tensor, weight: Tensor | None, **flags: Any) -> tuple[Tensor]:
-    return (steps.add(_normed(x, weight, flags), residual, flags["residual_dtype"] or residual.dtype),)
+    dtype = flags["residual_dtype"] or residual.dtype
+    return (steps.ADD.with_gradients(x=_normed(x, weight, flags), residual=residual, dtype=dtype),)
 
 
 def _normed_again(

@@ -15,7 +15,6 @@ from torch import Tensor
 from fusednorm.calls.call import Flags, NormGradients, accumulator, operation_of
 from fusednorm.calls.checks import (
     check_affine,
-    check_dtype,
     check_given,
     check_gradients,
     check_needs,
@@ -27,11 +26,9 @@ from fusednorm.calls.scalars import number
 from fusednorm.engine import run_norms
 from fusednorm.engine.choose import request_of_backward, with_request
 from fusednorm.engine.run import as_new
-from fusednorm.reference import norm as reference
 from fusednorm.reference import quantizer
 from fusednorm.torch_ops import dtensors as _dtensors  # noqa: F401 - finds what DTensors need
 from fusednorm.torch_ops import steps as _steps  # noqa: F401 - declares them
-from fusednorm.torch_ops.dtensor_bridge import on_rows
 from fusednorm.torch_ops.gradients import backend_of, by_backend
 from fusednorm.torch_ops.registered import register
 
@@ -120,12 +117,6 @@ class _Gradients:
         return tuple(h.new_empty(0) if t is None or not need else t for t, need in pairs)
 
 
-def _add(x: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
-    check_operands(x, residual, None, None, None, in_memory=False)
-    check_dtype("dtype", dtype, x)
-    return reference.added(x, residual, dtype).contiguous()
-
-
 def _quantize(y: Tensor, text: str, scale: Tensor | None, zero_point: Tensor | None) -> tuple[Tensor, ...]:
     quantization = _check_quantize(y, text, scale, zero_point)
     numbers, *computed = as_new(quantizer.quantized(y, quantization, scale, zero_point), (y,))
@@ -153,18 +144,6 @@ def _fake_quantize(y: Tensor, text: str, scale: Tensor | None, zero_point: Tenso
     return tuple(y.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
 
 
-def _gradients_of_sum(ctx: Any, d_total: Tensor) -> tuple[Tensor | None, ...]:
-    def formula(d_total: Tensor) -> tuple[Tensor | None, ...]:
-        needed = zip(ctx.dtypes, ctx.needs_input_grad, strict=False)
-        return tuple(reference.rounded(d_total, dtype) if need else None for dtype, need in needed)
-
-    return *on_rows(formula, (d_total,), joined=0), None
-
-
-def _keep_sum(ctx: Any, inputs: tuple[Tensor, Tensor, torch.dtype], output: Tensor) -> None:
-    ctx.dtypes = inputs[0].dtype, inputs[1].dtype
-
-
 #: In schemas.
 NUMBERS_OF_NORMS = "Scalar eps, float weight_offset, bool round_sum, bool round_norm"
 
@@ -177,8 +156,6 @@ register(
     partial(into, True),
     partial(into, False),
 )
-# Out of torch's operations, so that it is its own fake.
-register("add", "(Tensor x, Tensor residual, ScalarType dtype) -> Tensor", _add, _add, (_gradients_of_sum, _keep_sum))
 register(
     "quantize",
     "(Tensor y, str quantization, Tensor? scale, Tensor? zero_point) -> (Tensor, Tensor, Tensor)",

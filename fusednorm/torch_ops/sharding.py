@@ -296,7 +296,6 @@ _BIAS = {"bias": Role.WEIGHT}
 for _name in ("rms_norm_", "fused_add_rms_norm_", "layer_norm_", "fused_add_layer_norm_"):
     _register(_name, _Rule(_NORM | _BIAS, written=("x", "residual"), joined=_of_heads))
 _register("into", _Rule(_NORM | _OUTPUTS | _BIAS, written=("out", "residual_out"), joined=_of_heads))
-_register("add", _Rule(_NORM), static_argnum=2)
 _register("backward", _Rule(_GRADIENTS, [*_NORM.values()], lambda arguments: arguments[10]), static_argnum=6)
 _of_layer_norm = _Rule(_GRADIENTS | _BIAS, [*(_NORM | _BIAS).values()], lambda arguments: arguments[11], _of_heads)
 _register("layer_norm_backward", _of_layer_norm, static_argnum=7)

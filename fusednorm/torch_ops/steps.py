@@ -12,8 +12,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fusednorm.calls import must_be_seen
-from fusednorm.calls.arithmetic import exact
 from fusednorm.calls.call import GateSteps, gate_steps
 from fusednorm.calls.checks import check_activation, check_dtype, check_gate_steps, check_operands
 from fusednorm.calls.rotation_checks import check_heads, check_tables
@@ -128,38 +126,46 @@ SCALE = Operator(
 )
 
 
-class Added(torch.autograd.Function):
-    """(x, residual, dtype) -> their sum, [..., N]. Torch would record the conversions of :func:`add` one by one."""
+class _Add(Operator):
+    """Its gradients take no values of operands, which are not kept therefore."""
 
-    generate_vmap_rule = True
+    differentiable = True
 
-    @staticmethod
-    @exact
-    def forward(x: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
-        """See :func:`fusednorm.reference.norm.added`."""
-        return reference.added(x, residual, dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def keep(
+        self, ctx: Any, operands: Operands, flags: Flags, results: Sequence[Any], through_dispatcher: bool = True
+    ) -> None:
         """Keeps the dtypes."""
-        ctx.dtypes, ctx.dtype = (inputs[0].dtype, inputs[1].dtype), inputs[2]
+        ctx.flags, ctx.dtypes = flags, [cast(Tensor, t).dtype for t in operands.values()]
+        ctx.set_materialize_grads(False)
 
-    @staticmethod
-    @exact
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
+    def gradients(self, ctx: Any, incoming: Sequence[Any], through_dispatcher: bool) -> tuple[Tensor | None, ...]:
         """The gradient, rounded once to the dtype of each operand."""
-        needed = zip(ctx.dtypes, ctx.needs_input_grad, strict=False)
-        return *(reference.rounded(d, dtype) if need else None for dtype, need in needed), None
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
-        """The sum of those that there are."""
-        x, *others = (t for t in tangents if t is not None)
-        return reference.added(x, others[0], ctx.dtype) if others else reference.rounded(x, ctx.dtype)
+        def formula(d: Tensor) -> tuple[Tensor | None, ...]:
+            needed = zip(ctx.dtypes, ctx.needs_input_grad, strict=False)
+            return tuple(reference.rounded(d, dtype) if need else None for dtype, need in needed)
+
+        return (None, None) if incoming[0] is None else dtensor_bridge.on_rows(formula, incoming, joined=0)
 
 
-def add(x: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
-    """x + residual, [..., N], rounded once to a dtype; see :func:`fusednorm.reference.norm.added`."""
-    if must_be_seen.seen(x, residual):
-        return cast(Tensor, dtensor_bridge.operations(x, residual).add(x, residual, dtype))
-    return cast(Tensor, Added.apply(x, residual, dtype))  # type: ignore[no-untyped-call]
+def _tangent_of_sum(operands: Operands, flags: Flags, tangents: Mapping[str, Any]) -> tuple[Tensor]:
+    x, *others = [t for t in tangents.values() if t is not None]
+    return (reference.added(x, others[0], flags["dtype"]) if others else reference.rounded(x, flags["dtype"]),)
+
+
+def _check_sum(x: Tensor, residual: Tensor, dtype: Any) -> None:
+    check_dtype("dtype", dtype, x)
+
+
+ADD = _Add(
+    Declaration(
+        "add",
+        operands=(Operand("x"), Operand("residual")),
+        results=(Result(dtype="dtype"),),
+        flags={"dtype": torch.dtype},
+        formula=lambda **arguments: (reference.added(**arguments),),
+        tangent=_tangent_of_sum,
+        check=_check_sum,
+        kernel=None,
+    )
+)
