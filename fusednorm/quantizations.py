@@ -66,8 +66,7 @@ DEEPGEMM_FP8_BLOCK_PACKED = Quantization(
     round_scale="up_to_power_of_two",
     scale_dtype=torch.int32,
 )
-#: `act_quant` of DeepSeek-V4's own inference code, with scales of float8_e8m0fnu; torch 2.6 has no such dtype, and the
-#: scales are float32 there.
+#: `act_quant` of DeepSeek-V4's own inference code, with scales of float8_e8m0fnu.
 DEEPSEEK_V4_FP8_BLOCK = Quantization(
     torch.float8_e4m3fn,
     per=128,

@@ -1,6 +1,6 @@
 """The fast path past the front end, in C, for plain calls that no mode or transform must see: ``cpu/python``.
 
-It needs torch's part of DLPack's C exchange API (torch 2.10 and newer), and what :mod:`fusednorm.calls.must_be_seen`
+It needs torch's part of DLPack's C exchange API, and what :mod:`fusednorm.calls.must_be_seen`
 asks. Without them it stays closed.
 """
 
@@ -100,7 +100,7 @@ def why_closed() -> str:
     if not COMPILED:
         return "its C extension was not built"
     if _api is None:
-        return f"torch {torch.__version__} is older than 2.10"
+        return f"torch {torch.__version__} is older than 2.10, which fusednorm needs"
     lacked = ", ".join(must_be_seen.MISSING) or "a function in C++"
     return f"torch {torch.__version__} lacks {lacked}, which fusednorm asks"
 

@@ -19,14 +19,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._device import DeviceContext
 
 _Result = TypeVar("_Result")
-
-#: Whether ``torch.export`` traces a call; before 2.7 torch does not say.
-is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", is_dynamo_compiling)
 
 #: Names that this torch lacks. If there is one, no call takes the fast path, and a listener that cannot be looked for
 #: is assumed to be there: calls are slower, and right.

@@ -29,8 +29,8 @@ RANGES: dict[torch.dtype, tuple[float, float]] = {
     torch.float8_e5m2: (-57344.0, 57344.0),
 }
 
-#: The dtype of a byte of ue8m0; torch 2.6 has none.
-E8M0: torch.dtype | None = getattr(torch, "float8_e8m0fnu", None)
+#: The dtype of a byte of ue8m0.
+E8M0 = torch.float8_e8m0fnu
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "dtype": tuple(RANGES),
@@ -41,7 +41,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "returns": ("scale", "multiplier"),
     "layout": ("row", "column", "column_padded"),
     "round_scale": (None, "up_to_power_of_two"),
-    "scale_dtype": (None, torch.int32, *([] if E8M0 is None else [E8M0])),
+    "scale_dtype": (None, torch.int32, E8M0),
 }
 
 

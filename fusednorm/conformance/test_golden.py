@@ -3,19 +3,17 @@
 import pytest
 import torch
 
-from fusednorm.calls.quantization import E8M0
 from fusednorm.conformance import golden
 from fusednorm.conformance.cases import OPERATIONS
 from fusednorm.conformance.test_quantized import PRESETS
 
 pytestmark = pytest.mark.promise("golden vectors")
 
-#: All vectors, by the names of their files and places there; without those of a dtype that torch 2.6 lacks.
+#: All vectors, by the names of their files and places there.
 VECTORS = {
     (file.stem.removeprefix("golden-"), index): vector
     for file in golden.FILES
     for index, vector in enumerate(golden.read(file))
-    if E8M0 is not None or not vector.get("quantization", "").endswith("e8m0fnu")
 }
 FEW = [f"compositions-{index}" for index in (0, 3, 6, 9, 20, 23, 30, 54, 58)]
 FEW_QUANTIZED = [f"quantized-{index}" for index in (0, 7, 24, 28, 29, 30, 41)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -112,11 +113,14 @@ class Operation(Operator):
         """The fast path of a public function, which has these arguments; None: those that the entry has names for."""
         if self.has_one_operator:
             fast_path.ENTRIES[self.declaration.name] = entry
-        outputs = [result for result, _ in self._returned]
         taken = (names or entry.names).split()
-        return entry.open(
-            recorded=sorted_positions(self._recorded_by_c, taken, self.plan.operands, self._defaults, outputs)
-        )
+
+        @functools.cache
+        def sort() -> Callable[..., Any]:  # at the first such call
+            outputs = [result for result, _ in self._returned]
+            return sorted_positions(self._recorded_by_c, taken, self.plan.operands, self._defaults, outputs)
+
+        return entry.open(recorded=lambda *arguments, **named: sort()(*arguments, **named))
 
     def _recorded_by_c(self, operands: Sequence[Any], flags: Mapping[str, Any]) -> Any:
         """The results of a call that C has read, and of which only autograd must know; or None."""
