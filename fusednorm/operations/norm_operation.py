@@ -87,8 +87,18 @@ class Norm(Operation):
         def written(*arguments: Any) -> None:
             operands, flags = self.plan.bound(arguments)
             x, residual = operands["x"], operands.get("residual")
-            numbers = [flags[name] for name in ("eps", "weight_offset", "round_sum", "round_norm")]
-            into(in_memory, x, residual, operands["weight"], x, residual, *numbers, self._center, operands.get("bias"))
+            numbers = {name: flags[name] for name in ("eps", "weight_offset", "round_sum", "round_norm")}
+            into(
+                in_memory,
+                x,
+                residual,
+                operands["weight"],
+                x,
+                residual,
+                **numbers,
+                center=self._center,
+                bias=operands["bias"],
+            )
 
         return written
 
@@ -167,14 +177,14 @@ class Norm(Operation):
     def checked(self, asked: Asked) -> Mapping[str, Any]:
         """The flags, numbers rounded; outputs say their dtypes."""
         operands, flags, in_memory = asked.operands, dict(asked.flags), asked.in_memory
-        x, residual, weight, bias = map(operands.get, _OPERANDS)
+        x, residual, weight, bias = map(cast(Any, operands.get), _OPERANDS)
         if asked.listener is Listener.DISPATCHER and not self._is_composed(operands, flags):
             self._refuse_nested({**operands, **asked.outputs})
             return flags  # the operators check the rest
         out, residual_out = map(asked.outputs.get, ("out", "residual_out"))
         found = self._flags(flags)
         if asked.listener is Listener.TRANSFORM:
-            found = rounded_flags(found, cast(Tensor, x))
+            found = rounded_flags(found, x)
         else:
             around = not self._is_alone(operands, flags)
             check_operands(x, residual, None if around else weight, out, residual_out, in_memory=in_memory)
@@ -217,16 +227,16 @@ class Norm(Operation):
 
     def compute(self, asked: Asked) -> tuple[Tensor, ...]:
         """See :class:`Operation`."""
-        return self.direct(asked.operands, asked.flags, asked.outputs, asked.in_place)
+        return self.direct(asked.operands, dict(asked.flags), asked.outputs, asked.in_place)
 
     def into(self, asked: Asked) -> tuple[Tensor, ...]:
         """See :class:`Operation`: by the operators that write, which a norm alone has."""
         operands, flags, outputs = asked.operands, asked.flags, asked.outputs
         if not outputs or self._is_composed(operands, flags):
             return self.dispatched(operands, flags)
-        x, residual, weight, bias = map(operands.get, _OPERANDS)
-        out, total = outputs.get("out"), outputs.get("residual_out")
-        check_flags(self._flags(flags), cast(Tensor, x), residual, out, total)
+        x, residual, weight, bias = map(cast(Any, operands.get), _OPERANDS)
+        out, total = map(cast(Any, outputs.get), ("out", "residual_out"))
+        check_flags(self._flags(flags), x, residual, out, total)
         if out is None:
             dtype = flags["out_dtype"] or x.dtype
             out = torch.empty_like(total, dtype=dtype, memory_format=torch.contiguous_format)

@@ -85,7 +85,7 @@ class Operator:
     @functools.cached_property
     def apply_plain(self) -> Callable[..., Any]:
         """``apply``, for plain operands alone. That binds names first, which takes as long as a short call."""
-        return cast("Callable[..., Any]", super(torch.autograd.Function, self.recorded).apply)
+        return cast(Any, super(torch.autograd.Function, self.recorded)).apply  # type: ignore[no-any-return]
 
     @property
     def differentiable(self) -> bool:
