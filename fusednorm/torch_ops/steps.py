@@ -153,10 +153,6 @@ def _tangent_of_sum(operands: Operands, flags: Flags, tangents: Mapping[str, Any
     return (reference.added(x, others[0], flags["dtype"]) if others else reference.rounded(x, flags["dtype"]),)
 
 
-def _check_sum(x: Tensor, residual: Tensor, dtype: Any) -> None:
-    check_dtype("dtype", dtype, x)
-
-
 ADD = _Add(
     Declaration(
         "add",
@@ -165,7 +161,6 @@ ADD = _Add(
         flags={"dtype": torch.dtype},
         formula=lambda **arguments: (reference.added(**arguments),),
         tangent=_tangent_of_sum,
-        check=_check_sum,
         kernel=None,
     )
 )
