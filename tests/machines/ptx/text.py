@@ -1,5 +1,6 @@
 """Reads PTX: a kernel's instructions, with registers, labels and constants as numbers."""
 
+import functools
 import re
 from dataclasses import dataclass, field
 
@@ -21,7 +22,12 @@ BYTES |= {"f32": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8}
 #: 1.0 of 16 bits, alone and twice in a word: a number times it, plus another, is an addition.
 ONES = {"bf16": 0x3F80, "bf16x2": 0x3F803F80, "f16": 0x3C00, "f16x2": 0x3C003C00}
 
-NAME = r"%?[A-Za-z_$][\w$.]*"
+#: Operands, of which those in braces or brackets have commas too; a label or a brace; and constants.
+OPERANDS = re.compile(r"(?:\{[^}]*\}|\[[^\]]*\]|[^,{\[])+")
+BEGIN = re.compile(r"([\w$]+):|([{}])")
+FLOAT = re.compile(r"0[fF]([0-9a-fA-F]{8})|0[dD]([0-9a-fA-F]{16})")
+WHOLE = re.compile(r"-?(?:0[xX][0-9a-fA-F]+|\d+)U?")
+ADDRESS = re.compile(r"\[\s*([^\s+]+)\s*(?:\+\s*(-?\d+))?\s*\]")
 
 
 class RefusedError(Exception):
@@ -51,7 +57,36 @@ def aligned(offset, alignment):
 
 def split(text):
     """Operands, which commas separate; those in braces are one."""
-    return [part.strip() for part in re.findall(r"(?:\{[^}]*\}|\[[^\]]*\]|[^,{\[])+", text)]
+    if "{" not in text and "[" not in text:
+        return [part.strip() for part in text.split(",")] if text else []
+    return [part.strip() for part in OPERANDS.findall(text)]
+
+
+#: How the operands of an instruction are read, by how its name begins; others are read one by one.
+READ = {"bra": "branch", "ld.": "load", "ldmatrix.": "load", "st.": "store", "stmatrix.": "store"}
+READ |= {"cp.async.c": "copy", "mma.": "several", "prefetch.": "address", "mov.": "move", "shfl.": "shuffle"}
+READ |= {"setp.": "predicate"}
+
+
+@functools.cache
+def read_as(name):
+    return next((how for begin, how in READ.items() if name.startswith(begin)), "")
+
+
+FUSES = "fuses a multiplication with an addition"
+
+
+@functools.cache
+def refused(name):
+    """Why an instruction is refused, if it is: it rounds elsewhere than the contract says, or leaves a choice."""
+    operation, *suffixes = name.split(".")
+    if not any(re.fullmatch(r"b?f\d+(x2)?", suffix) for suffix in suffixes):
+        return ""
+    if any(suffix in ("ftz", "approx", "full", "sat") for suffix in suffixes):
+        return "is not exact"
+    if operation in ("add", "sub", "mul", "div", "sqrt", "rcp") and "rn" not in suffixes:
+        return "has no .rn: the assembler may fuse it with another"
+    return FUSES if operation in ("fma", "mad") else ""
 
 
 class Reader:
@@ -66,6 +101,7 @@ class Reader:
         self.kernel = Kernel(name)
         self.numbers, self.symbols, self.labels, self.held = {}, {}, {}, {}
         self.defined = {}  # what registers hold that a constant was moved to
+        self.read = {}  # the numbers of operands that were read
         self.parameters(found[1])
         threads = re.search(r"\.(?:max|req)ntid\s+(\d+)", found[2])
         self.kernel.threads = int(threads[1]) if threads else 0
@@ -95,7 +131,7 @@ class Reader:
         scopes, count = [], 0
         for raw in body.split(";"):
             statement = " ".join(raw.split())
-            while found := re.match(r"([\w$]+):|([{}])", statement):
+            while found := BEGIN.match(statement):
                 if found[1]:
                     self.labels[found[1]] = count
                 elif found[2] == "{":
@@ -145,14 +181,21 @@ class Reader:
 
     def value(self, operand):
         """What an operand is if it is a constant, else None."""
-        if found := re.fullmatch(r"0[fF]([0-9a-fA-F]{8})|0[dD]([0-9a-fA-F]{16})", operand):
+        if operand.startswith("%"):
+            return None
+        if found := FLOAT.fullmatch(operand):
             return int(found[1] or found[2], 16)
-        if re.fullmatch(r"-?(?:0[xX][0-9a-fA-F]+|\d+)U?", operand):
+        if WHOLE.fullmatch(operand):
             return int(operand.rstrip("U"), 0)
         return self.symbols.get(operand)
 
     def operand(self, text):
         """The number of a register, of a constant's too."""
+        if text not in self.read:
+            self.read[text] = self._operand(text)
+        return self.read[text]
+
+    def _operand(self, text):
         value = self.value(text)
         if value is not None:
             return self.constant(value)
@@ -164,7 +207,7 @@ class Reader:
 
     def address(self, text):
         """A register, and a number of bytes behind it."""
-        base, offset = re.fullmatch(r"\[\s*([^\s+]+)\s*(?:\+\s*(-?\d+))?\s*\]", text).groups()
+        base, offset = ADDRESS.fullmatch(text).groups()
         return [self.operand(base), int(offset or 0)]
 
     def several(self, text):
@@ -173,37 +216,38 @@ class Reader:
 
     def instruction(self, statement):
         predicate, negated = -1, False
-        if found := re.match(r"@(!?)(\S+)\s+", statement):
-            negated, predicate = bool(found[1]), self.register(found[2])
-            statement = statement[found.end() :]
+        if statement[0] == "@":
+            guard, _, statement = statement.partition(" ")
+            negated, predicate = guard[1] == "!", self.register(guard.lstrip("@!"))
         name, _, rest = statement.partition(" ")
         operands = split(rest)
         self.refuse(name, operands)
-        if name.startswith("bra"):
+        how = read_as(name)
+        if how == "branch":
             numbers = [operands[0]]
-        elif name.startswith(("ld.", "ldmatrix.")):
+        elif how == "load":
             numbers = [*self.address(operands[1]), *self.several(operands[0])]
-        elif name.startswith(("st.", "stmatrix.")):
+        elif how == "store":
             numbers = [*self.address(operands[0]), *self.several(operands[1])]
-        elif name.startswith("cp.async.c") and len(operands) > 1:  # of bytes, of which some may be zeros
+        elif how == "copy" and len(operands) > 1:  # of bytes, of which some may be zeros
             more = operands[3] if len(operands) > 3 else operands[2]
             numbers = [*self.address(operands[0]), *self.address(operands[1]), *map(self.operand, (operands[2], more))]
-        elif name.startswith("mma."):
+        elif how == "several":
             numbers = [number for operand in operands for number in self.several(operand)]
-        elif name.startswith("prefetch."):
+        elif how == "address":
             numbers = self.address(operands[0])
-        elif name.startswith("mov.") and "{" in rest:
+        elif how == "move" and "{" in rest:
             taken = operands[0].startswith("{")
             parts, whole = self.several(operands[not taken]), self.operand(operands[taken])
             numbers = [8 * BYTES[name.removeprefix("mov.")] // len(parts), whole, *parts]
             name = "unpack" if taken else "pack"
-        elif name.startswith("shfl."):
+        elif how == "shuffle":
             first, _, second = operands[0].partition("|")
             numbers = [self.operand(first), self.operand(second) if second else -1, *map(self.operand, operands[1:])]
-        elif name.startswith("setp.") and "|" in operands[0]:  # a predicate for each half
+        elif how == "predicate" and "|" in operands[0]:  # a predicate for each half
             numbers = [*map(self.operand, operands[0].split("|")), *map(self.operand, operands[1:])]
         else:
-            if name.startswith("mov.") and (value := self.value(operands[1])) is not None:
+            if how == "move" and (value := self.value(operands[1])) is not None:
                 self.defined[operands[0]] = value
             numbers = [self.operand(operand) for operand in operands]
         if name == "bar.sync" and (len(operands) != 1 or self.value(operands[0]) != 0):
@@ -212,16 +256,13 @@ class Reader:
 
     def refuse(self, name, operands):
         """Refuses what rounds elsewhere than the contract says, or leaves the assembler a choice."""
-        operation, *suffixes = name.split(".")
-        floating = any(re.fullmatch(r"b?f\d+(x2)?", suffix) for suffix in suffixes)
-        if any(suffix in ("ftz", "approx", "full", "sat") for suffix in suffixes) and floating:
-            raise RefusedError(f"{name} is not exact")
-        if operation in ("add", "sub", "mul", "div", "sqrt", "rcp") and floating and "rn" not in suffixes:
-            raise RefusedError(f"{name} has no .rn: the assembler may fuse it with another")
-        if operation in ("fma", "mad") and floating:
-            one = ONES.get(suffixes[-1])
+        why = refused(name)
+        if why == FUSES:
+            one = ONES.get(name.rpartition(".")[2])
             if one is None or one not in (self.value(o) or self.defined.get(o) for o in operands[1:3]):
-                raise RefusedError(f"{name} fuses a multiplication with an addition: {', '.join(operands)}")
+                raise RefusedError(f"{name} {why}: {', '.join(operands)}")
+        elif why:
+            raise RefusedError(f"{name} {why}")
 
 
 def read(text, name):
