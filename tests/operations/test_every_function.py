@@ -195,8 +195,9 @@ def test_gradients_are_derivatives(name):
     if "between" in name:
         pytest.skip("float64 is rounded nowhere")
     function, leaves = leaves_of(name, torch.float64)
-    assert torch.autograd.gradcheck(function, leaves, check_forward_ad=True, check_batched_grad=True)
-    assert torch.autograd.gradgradcheck(function, leaves, check_fwd_over_rev=True)
+    fast = name.startswith("attention")  # in a random direction, because its operands have many elements
+    assert torch.autograd.gradcheck(function, leaves, check_forward_ad=True, check_batched_grad=True, fast_mode=fast)
+    assert torch.autograd.gradgradcheck(function, leaves, check_fwd_over_rev=True, fast_mode=fast)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
