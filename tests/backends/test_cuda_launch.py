@@ -1,11 +1,14 @@
 """C launches the CUDA kernels that Python has loaded, for the fast path and for Python; takes emulation/ptx."""
 
+import contextlib
 import ctypes
+import functools
 import itertools
 import os
 import re
 import struct
 import threading
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -32,8 +35,8 @@ pytestmark = pytest.mark.skipif(
 
 
 def flags_of(case):
-    """The flags of a norm."""
-    return {name: getattr(case, name) for name in ("eps", "weight_offset", "round_sum", "round_norm")}
+    """The flags of a norm that rounds a sum, if there is a residual."""
+    return case.flags | ({} if case.residual is None else {"round_sum": case.round_sum})
 
 
 @pytest.fixture
@@ -44,13 +47,74 @@ def names(monkeypatch):
     return found
 
 
+def nothing_held():
+    """Has C forget the kernels that it holds, which stay loaded."""
+    cuda._open_launcher.__wrapped__()
+
+
+def listed(found):
+    """Results in a list."""
+    return [found] if isinstance(found, torch.Tensor) else list(found)
+
+
+def same(found, wanted):
+    """Whether tensors have the same bits, and those that are None are None in both."""
+    pairs = list(zip(listed(found), listed(wanted), strict=True))
+    return all((a is None) == (b is None) and (a is None or not differing(a, b).any()) for a, b in pairs)
+
+
+def same_bytes(found, wanted):
+    """Whether numbers and scales have the same bits."""
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(found, wanted, strict=True))
+
+
+def by(backend, function, *given, **more):
+    """The result of a call by a backend."""
+    with fusednorm.use_backend(backend):
+        return function(*given, **more)
+
+
+def by_both(function, *given, **more):
+    """The results of a call by this backend, and by the reference."""
+    return [by(backend, function, *given, **more) for backend in ("cuda", "reference")]
+
+
+class Kind(NamedTuple):
+    """A call, and the kernels that it loads; none if they are held."""
+
+    given: dict
+    kernels: tuple = ()
+
+
+def held(kinds):
+    """The same calls, whose kernels are held."""
+    return [Kind(kind.given) for kind in kinds]
+
+
+def by_turns(kinds, names, python, fast=None, equal=same, two_levels=False):
+    """Calls one after the other: each has its own kernels, and the bits of the reference.
+
+    The fast path refuses a call until its kernels are held, and rows in two levels always. It returns the first results
+    alone where Python returns gradients too.
+    """
+    for given, kernels in kinds:
+        assert fast is None or (fast(**given) is None) == (bool(kernels) or two_levels), given
+        names.clear()
+        first, wanted = map(listed, by_both(python, **given))
+        assert names == [*kernels], given
+        assert equal(first, wanted), given
+        if fast is not None and not two_levels:
+            got = listed(fast(**given))
+            assert equal(got, wanted[: len(got)]), given
+
+
 def test_forward():
     """Nothing before; afterwards the same bits, in the same layouts; never what overlaps or begins between elements."""
     take = fast_calls("cuda")
 
     def fast(case, x, residual, weight, out=None, residual_out=None):
         operands = {"x": x, "residual": residual, "weight": weight, "out": out, "residual_out": residual_out}
-        return take("norm", **operands, **flags_of(case))
+        return take("norm", **operands, eps=case.eps, round_sum=case.round_sum, **case.flags)
 
     for case in (
         Case(rows=5, hidden=968).of(BF16),
@@ -95,31 +159,22 @@ def test_a_norm_before_the_addition(between, names):
     x, residual, weight = operands(Case(rows=5, hidden=2056).of(BF16))
     take = fast_calls("cuda")
 
-    def fast(first_weight, next_weight, followed):
-        operands = {"x": x, "residual": residual, "weight": first_weight, "next_weight": next_weight}
+    def fast(followed, first_weight=weight):
+        operands = {"x": x, "residual": residual, "weight": first_weight, "next_weight": weight if followed else None}
         return take("two_norms", **operands, eps=1e-6, next_eps=1e-5, between=between, next_norm=followed)
 
-    def both(followed):
+    def python(followed):
         if followed:
             return rms_norm_add_rms_norm(x, residual, weight, weight, 1e-6, next_eps=1e-5, between=between)
         return None, fusednorm.rms_norm_add(x, residual, weight, 1e-6, between=between)
 
+    odd = torch.zeros(2057, dtype=BF16)[1:]
     for followed in (True, False):
-        next_weight = weight if followed else None
         nothing_held()
-        with fusednorm.use_backend("cuda"):
-            fusednorm.fused_add_rms_norm(x, residual, weight)
-            assert fast(weight, next_weight, followed) is None
-            names.clear()
-            both(followed)
-            assert names == ["forward"]
-        wanted = by("reference", both, followed)
-        got = fast(weight, next_weight, followed)
-        assert got[0] is None or not differing(got[0], wanted[0]).any()
-        assert not differing(got[1], wanted[1]).any()
-        assert fast(None, next_weight, followed) is None
-        odd = torch.zeros(2057, dtype=BF16)[1:]
-        assert fast(odd, next_weight, followed) is None  # begins where the kernel that is held reads nothing
+        by("cuda", fusednorm.fused_add_rms_norm, x, residual, weight)
+        by_turns([Kind({"followed": followed}, ("forward",))], names, python, fast)
+        assert fast(followed, None) is None
+        assert fast(followed, odd) is None  # begins where the kernel that is held reads nothing
 
 
 @pytest.mark.parametrize("levels", [1, 2])
@@ -144,35 +199,25 @@ def test_what_is_around_a_norm(case, heads, levels, names):
     residual = None if residual is None else residual.view(x.shape)
     of_heads = torch.stack([weight * (k + 1) for k in range(heads)])
     take = fast_calls("cuda")
-    flags = {"weight_offset": case.weight_offset, "round_norm": case.round_norm}
-    if residual is not None:
-        flags["round_sum"] = case.round_sum
 
     def python(w, b, x_scale):
         if residual is None:
-            return fusednorm.rms_norm(x, w, bias=b, **flags), None
-        return fusednorm.fused_add_rms_norm(x, residual, w, bias=b, x_scale=x_scale, **flags)
+            return fusednorm.rms_norm(x, w, bias=b, **case.flags), None
+        return fusednorm.fused_add_rms_norm(x, residual, w, bias=b, x_scale=x_scale, **flags_of(case))
 
     def fast(w, b, x_scale):
         operands = {"x": x, "residual": residual, "weight": w, "bias": b}
-        return take("norm", **operands, x_scale=x_scale, **(flags_of(case) | {"eps": 1e-6}))
+        return take("norm", **operands, x_scale=x_scale, eps=1e-6, round_sum=case.round_sum, **case.flags)
 
-    kinds = [(weight, weight / 3, 1.0), (of_heads, None, 1.0), (weight, of_heads, 1.0), (None, weight, 1.0)]
+    kernels = ("forward_wide" if case.x == F64 or case.hidden > 131_072 else "forward",)
+    of_weight, of_both = {"w": weight, "b": None, "x_scale": 1.0}, {"w": of_heads, "b": of_heads * 2, "x_scale": 0.22}
+    changes = [{}, {"b": weight / 3}, {"w": of_heads}, {"b": of_heads}, {"w": None, "b": weight}]
     if residual is not None:
-        kinds += [(weight, None, 0.22), (of_heads, of_heads * 2, 0.22)]
+        changes += [{"x_scale": 0.22}, of_both]
     nothing_held()
-    by("cuda", python, weight, None, 1.0)
-    for held, given in enumerate(kinds):
-        assert fast(*given) is None, held  # the kernels before are of other kinds
-        names.clear()
-        first = by("cuda", python, *given)
-        assert len(names) == 1
-        wanted = by("reference", python, *given)
-        got = fast(*given)
-        assert (got is None) == (levels == 2)
-        for found in (first, *[got] * (levels == 1)):
-            assert not differing(found[0], wanted[0]).any(), held
-            assert residual is None or not differing(found[1], wanted[1]).any(), held
+    by("cuda", fusednorm.quantize, x, QUANTIZED[0])
+    kinds = [Kind(of_weight | change, kernels) for change in changes]
+    by_turns(kinds, names, python, fast, two_levels=levels == 2)
     odd = torch.zeros(case.hidden + 1, dtype=weight.dtype)[1:]
     assert fast(weight, odd, 1.0) is None  # begins where the kernel that is held reads nothing
 
@@ -190,28 +235,6 @@ QUANTIZED = (
     Quantization(torch.uint8, zero_point=128),
     Quantization(torch.uint8, per="tensor"),
 )
-
-
-def same_bytes(found, wanted):
-    """Whether numbers and scales have the same bits."""
-    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(found, wanted, strict=True))
-
-
-def same(found, wanted):
-    """Whether tensors have the same bits, and those that are None are None in both."""
-    pairs = list(zip(found, wanted, strict=True))
-    return all((a is None) == (b is None) and (a is None or not differing(a, b).any()) for a, b in pairs)
-
-
-def by(backend, function, *given, **more):
-    """The result of a call by a backend."""
-    with fusednorm.use_backend(backend):
-        return function(*given, **more)
-
-
-def by_both(function, *given, **more):
-    """The results of a call by this backend, and by the reference."""
-    return [by(backend, function, *given, **more) for backend in ("cuda", "reference")]
 
 
 def quantized_calls(case, levels=1):
@@ -256,46 +279,25 @@ def test_quantized_rows(case, levels, names):
     """One kernel; the fast path launches it from the second call on."""
     python, fast = quantized_calls(case, levels)
     wide = "_wide" * (case.hidden > 131_072)
-    kinds = [(QUANTIZED[1], None, {}), (QUANTIZED[1], case.x, {}), (QUANTIZED[3], F32, {})]
-    for quantization, between, more in (*kinds, (QUANTIZED[-1], case.x, {"scale": torch.tensor([0.037])})):
-        names.clear()
-        first = by("cuda", python, quantization, between, **more)
-        assert names == [("quantize" if between is None else "forward") + wide]
-        wanted = by("reference", python, quantization, between, **more)
-        got = fast(quantization, between, **more)
-        assert (got is None) == (levels == 2)
-        for found in (first, *[got] * (levels == 1)):
-            assert same_bytes(found, wanted), (quantization, between)
-    odd = torch.empty(case.rows * case.hidden + 1, dtype=torch.uint8)[1:].view(first[0].shape)
-    assert fast(quantization, between, **more, out=odd) is None  # begins where the kernel that is held writes nothing
-    found = by("cuda", python, quantization, between, **more, out=odd)
-    assert same_bytes(found, wanted)
+    kinds = [
+        Kind({"quantization": QUANTIZED[1]}, ("quantize" + wide,)),
+        Kind({"quantization": QUANTIZED[1], "between": case.x}, ("forward" + wide,)),
+        Kind({"quantization": QUANTIZED[3], "between": F32}, ("forward" + wide,)),
+    ]
+    last = {"quantization": QUANTIZED[-1], "between": case.x, "scale": torch.tensor([0.037])}
+    by_turns([*kinds, Kind(last, ("forward" + wide,))], names, python, fast, same_bytes, levels == 2)
+    wanted = by("reference", python, **last)
+    odd = torch.empty(case.rows * case.hidden + 1, dtype=torch.uint8)[1:].view(wanted[0].shape)
+    assert fast(**last, out=odd) is None  # begins where the kernel that is held writes nothing
+    assert same_bytes(by("cuda", python, **last, out=odd), wanted)
 
 
-def test_quantizers_have_kernels_of_their_own():
+def test_quantizers_have_kernels_of_their_own(names):
     """The fast path never launches the kernel of another."""
     python, fast = quantized_calls(Case(rows=5, hidden=72).of(BF16))
-    for quantization in QUANTIZED:
-        more = {"scale": torch.tensor([0.037])} if quantization.per == "tensor" else {}
-        assert fast(quantization, **more) is None
-        by("cuda", python, quantization, **more)
-        with fusednorm.use_backend("reference"):
-            assert same_bytes(fast(quantization, **more), python(quantization, **more)), quantization
-
-
-def test_rows_that_are_kept_and_quantized_have_kernels_of_their_own():
-    """Calls that differ in nothing else, one after the other."""
-    x, residual, weight = operands(Case(rows=5, hidden=72).of(BF16))
-    with fusednorm.use_backend("reference"):
-        y, total = fusednorm.fused_add_rms_norm(x, residual, weight)
-        wanted = fusednorm.quantize(y, QUANTIZED[1])
-    for kept in (None, torch.zeros_like(x), None):
-        with fusednorm.use_backend("cuda"):
-            *found, got_total = fusednorm.fused_add_rms_norm_quant(
-                x, residual, weight, quantization=QUANTIZED[1], normed_out=kept
-            )
-        assert same_bytes([*found, got_total], [*wanted, total])
-        assert kept is None or not differing(kept, y).any()
+    scale = {"scale": torch.tensor([0.037])}
+    kinds = [Kind({"quantization": q} | (scale if q.per == "tensor" else {}), ("quantize",)) for q in QUANTIZED]
+    by_turns(kinds, names, python, fast, same_bytes)
 
 
 def test_floors_limits_zeros_and_what_is_no_number():
@@ -311,38 +313,43 @@ def test_floors_limits_zeros_and_what_is_no_number():
         assert not differing(found[1], wanted[1]).any(), quantization
 
 
-def test_prewarm_loads_all_that_quantized_calls_will_need(names):
-    with fusednorm.use_backend("cuda"):
-        fusednorm.prewarm(128, BF16, quantization=QUANTIZED[1])
-        assert {"forward", "quantize"} == set(names)
-        names.clear()
-        for offset in (0, 1):
-            x = torch.zeros(6 * 128 + offset, dtype=BF16)[offset:].view(6, 128)
-            fusednorm.quantize(x, QUANTIZED[1])
-            fusednorm.rms_norm_quant(x, x[0], quantization=QUANTIZED[1])
-            fusednorm.fused_add_rms_norm_quant(x, x, x[0], quantization=QUANTIZED[1])
-    assert names == []
+#: Calls of (x, both, weight), by what prewarm is asked for.
+PREWARMED = {
+    "quantization": lambda x, both, weight: (
+        fusednorm.quantize(x, QUANTIZED[1]),
+        fusednorm.rms_norm_quant(x, weight, quantization=QUANTIZED[1]),
+        fusednorm.fused_add_rms_norm_quant(x, x, weight, quantization=QUANTIZED[1]),
+    ),
+    "activation": lambda x, both, weight: (
+        fusednorm.gate(x, x),
+        fusednorm.silu_and_mul(x, x),
+        fusednorm.silu_and_mul(both),
+        fusednorm.rms_norm_gated(x, x, weight),
+    ),
+}
 
 
-@pytest.mark.parametrize(("training", "dtype"), [(False, BF16), (True, F16)])
-def test_prewarm_loads_all_that_calls_with_a_gate_will_need(training, dtype, names):
+@pytest.mark.parametrize(
+    ("asked", "value", "kernels", "dtype"),
+    [
+        ("quantization", QUANTIZED[1], "forward quantize", BF16),
+        ("activation", "silu", "forward gate", BF16),
+        ("activation", "silu", "forward gate gate_backward", F16),
+    ],
+    ids=str,
+)
+def test_prewarm_loads_all_that_calls_will_need(asked, value, kernels, dtype, names):
+    training = "backward" in kernels
     with fusednorm.use_backend("cuda"):
-        fusednorm.prewarm(136, dtype, activation="silu", training=training)
-        assert set(names) >= {"forward", "gate", *["gate_backward"] * training}
+        fusednorm.prewarm(136, dtype, training=training, **{asked: value})
+        assert set(names) >= set(kernels.split())
         names.clear()
         for offset in (0, 1):
-            x = torch.zeros(6 * 136 + offset, dtype=dtype)[offset:].view(6, 136).requires_grad_(training)
-            both = torch.zeros(12 * 136 + offset, dtype=dtype)[offset:].view(6, 272).requires_grad_(training)
-            weight = torch.zeros(136 + offset, dtype=dtype)[offset:].requires_grad_(training)
-            for function in (
-                lambda: fusednorm.gate(x, x),  # noqa: B023
-                lambda: fusednorm.silu_and_mul(x, x),  # noqa: B023
-                lambda: fusednorm.silu_and_mul(both),  # noqa: B023
-                lambda: fusednorm.rms_norm_gated(x, x, weight),  # noqa: B023
-            ):
-                found = function()
-                if training:
-                    found.backward(torch.zeros_like(found))
+            memory = [torch.zeros(size + offset, dtype=dtype)[offset:] for size in (6 * 136, 6 * 272, 136)]
+            x, both, weight = (t.requires_grad_(training) for t in memory)
+            results = PREWARMED[asked](x.view(6, -1), both.view(6, -1), weight)
+            for found in results if training else ():
+                found.backward(torch.zeros_like(found))
     assert names == []
 
 
@@ -375,105 +382,85 @@ def test_quantized_rows_with_what_is_around_a_norm():
     assert same_bytes(found, [t.view(6, -1) for t in (*wanted, total)])
 
 
-def test_a_scale_between_two_numbers_is_refused():
-    memory = torch.frombuffer(bytearray(41), dtype=torch.uint8)
-    between = torch.frombuffer(memory.numpy(), dtype=F32, offset=1, count=5).view(5, 1)
-    with fusednorm.use_backend("cuda"), pytest.raises(ValueError, match=r"^scale begins at an address that is no mult"):
-        fusednorm.quantize(torch.ones(5, 64), QUANTIZED[0], scale_out=between)
-
-
-#: What a gate is asked for; each is of another kind than the one before.
+#: Calls of gates, of three forms. Each takes kernels of its own: the numbers of steps are compiled in.
 GATES = (
-    {"activation": "silu"},
-    {"activation": "sigmoid"},
-    {"activation": "gelu_tanh"},
-    {"activation": "gelu_tanh", "out_dtype": F32},
-    {"activation": "gelu_tanh"},
+    {"form": "of y and z", "activation": "silu"},
+    {"form": "of y and z", "activation": "sigmoid"},
+    {"form": "of y and z", "activation": "gelu_tanh"},
+    {"form": "and mul"},
+    {"form": "of one tensor"},
+    {"form": "of one tensor", "limit": 7.0},
+    {"form": "of one tensor", "limit": 7.5},
+    {"form": "of one tensor", "limit": 7.0, "clamp": "after"},
+    {"form": "of one tensor", "alpha": 1.702},
+    {"form": "of one tensor", "alpha": 1.5},
+    {"form": "of one tensor", "alpha": 1.702, "round_steps": True},
+    {"form": "of one tensor", "up_offset": 1.0},
+    {"form": "of one tensor", "up_offset": 0.5},
+    {"form": "of one tensor", "interleaved": True},
+    {"form": "of one tensor", "limit": 7.0, "alpha": 1.702, "up_offset": 1.0, "interleaved": True},
 )
 
 
-def of_gate(function, y, z):
-    """The products and both gradients."""
-    leaves = y.detach().requires_grad_(), z.detach().requires_grad_()
-    out = function(*leaves)
+def with_gradients(function, *operands, **flags):
+    """What the function returns, and the gradients of its operands."""
+    leaves = [t.detach().requires_grad_() for t in operands]
+    out = function(*leaves, **flags)
     return out, *torch.autograd.grad(out, leaves, out.detach())
 
 
 def test_gates_have_kernels_of_their_own(names):
-    """One kernel for each pass, loaded once for a kind, whatever the number of rows."""
+    """One kernel for each pass, loaded once for a kind, whatever the number of rows; the fast path launches it."""
+    take = fast_calls("cuda")
     nothing_held()
-    seen = []
-    for rows, flags in itertools.product((5, 70), GATES):
+    by("cuda", fusednorm.rms_norm, X)
+    kernels = ("gate", "gate_backward")
+    kinds = [Kind(given, kernels) for given in GATES]
+    without_rounding = Kind({"form": "and mul", "between": F32})  # is the first gate
+    wider = Kind({"form": "of y and z", "activation": "gelu_tanh", "out_dtype": F32}, kernels)
+    for rows in (5, 70):
         y, z, _ = operands(Case(rows=rows, hidden=72).of(BF16))
-        names.clear()
-        assert same(*by_both(of_gate, lambda y, z: fusednorm.gate(y, z, **flags), y, 90 * z)), flags  # noqa: B023
-        assert names == ([] if flags in seen else ["gate", "gate_backward"])
-        seen.append(flags)
-    names.clear()
-    between = {"between": None}, {"between": F32}
-    for flags in (*between, *between):
-        assert same(*by_both(of_gate, lambda y, z: fusednorm.silu_and_mul(z, y, **flags), y, z)), flags  # noqa: B023
-    assert len(names) == 2  # without rounding between, these are the first gates
+        of_form = {"of y and z": (y, 90 * z), "and mul": (9 * z, y), "of one tensor": (torch.cat((9 * z, y), -1),)}
+
+        def python(form, of_form=of_form, **flags):
+            function = fusednorm.gate if form == "of y and z" else fusednorm.silu_and_mul
+            return with_gradients(function, *of_form[form], **flags)
+
+        def fast(form, of_form=of_form, **flags):
+            x, z = (*of_form[form], None)[:2]
+            order = fast_path.ALONE if form == "of y and z" else fast_path.AND_MUL
+            return take("gate", x=x, z=z, order=order, **({"activation": "silu"} | flags))
+
+        for of_fast, some in ((fast, [*kinds, without_rounding]), (None, [wider])):
+            by_turns(some if rows == 5 else held(some), names, python, of_fast)
+        out = torch.empty_like(y)
+        assert fast(**GATES[0], out=out) is out
+        assert same(out, by("reference", fusednorm.gate, *of_form["of y and z"]))
 
 
-#: Optional steps of a gate; each takes a kernel of its own, for its numbers are compiled in.
-STEPS = (
-    {"limit": 7.0},
-    {"limit": 7.5},
-    {"limit": 7.0, "clamp": "after"},
-    {"alpha": 1.702},
-    {"alpha": 1.5},
-    {"alpha": 1.702, "round_steps": True},
-    {"up_offset": 1.0},
-    {"up_offset": 0.5},
-    {"interleaved": True},
-    {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0, "interleaved": True},
-)
-
-
-def of_one_tensor(both, **steps):
-    """The products and the gradient."""
-    both = both.detach().requires_grad_()
-    out = fusednorm.silu_and_mul(both, **steps)
-    return out, *torch.autograd.grad(out, both, out.detach())
-
-
-def test_gates_in_steps_have_kernels_of_their_own(names):
-    nothing_held()
-    both = 9 * torch.randn(5, 144, generator=torch.Generator().manual_seed(1)).to(BF16)
-    for again, steps in itertools.product((False, True), STEPS):
-        names.clear()
-        assert same(*by_both(of_one_tensor, both, **steps)), steps
-        assert names == ([] if again else ["gate", "gate_backward"]), steps
-
-
-@pytest.mark.parametrize("hidden", [1, 24, 1001])
+@pytest.mark.parametrize("hidden", [1, 24, 600, 1001, 4096])
 @pytest.mark.parametrize("dtype", [BF16, F32, F64])
-def test_where_rows_in_turns_lie(dtype, hidden, names):
-    """Side by side, apart, in two levels, and at addresses of their own: one kernel takes them as they are."""
-    memory = torch.randn(6, 5, 2 * hidden + 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+def test_where_rows_of_gates_lie(dtype, hidden, names):
+    """Side by side, apart, in two levels, and at addresses of their own.
+
+    These have kernels of their own, but one kernel takes gates and ups in turns wherever they lie.
+    """
+    shape = (6, 5, hidden)
+    memory = torch.randn(6, 10, 2 * hidden + 8, generator=torch.Generator().manual_seed(1)).to(dtype)
     for both in (memory[..., 8:].contiguous(), memory[..., 8:], memory[:, :4, 1 : 1 + 2 * hidden]):
         names.clear()
-        assert same(*by_both(of_one_tensor, both, interleaved=True, limit=1.5))
+        assert same(*by_both(with_gradients, fusednorm.silu_and_mul, both, interleaved=True, limit=1.5))
         assert names == ["gate", "gate_backward"] or not names
-
-
-@pytest.mark.parametrize("hidden", [1, 24, 600, 4096])
-@pytest.mark.parametrize("dtype", [BF16, F32])
-def test_where_rows_of_gates_lie(dtype, hidden):
-    """Side by side, apart, in two levels, and at addresses of their own, which have kernels of their own."""
-    shape = (6, 5, hidden)
-    both = torch.randn(6, 10, 2 * hidden + 8, generator=torch.Generator().manual_seed(1)).to(dtype)
-    z = both[:, :5, 8 : 8 + hidden]
+    z = memory[:, :5, 8 : 8 + hidden]
     for y in (
         torch.randn(shape).to(dtype),
-        both[:, :5, 8 + hidden :],
-        both[:, 5:, :hidden],
-        both[:, 5:, 1 : 1 + hidden],
+        memory[:, :5, 8 + hidden :],
+        memory[:, 5:, :hidden],
+        memory[:, 5:, 1 : 1 + hidden],
         torch.randn(30 * hidden + 1).to(dtype)[1:].view(shape),
     ):
         for gate in (z, z.contiguous(), z[:, 0:1].expand(shape)):
-            assert same(*by_both(of_gate, fusednorm.gate, y, gate))
+            assert same(*by_both(with_gradients, fusednorm.gate, y, gate))
 
 
 @pytest.mark.parametrize(
@@ -495,156 +482,99 @@ def test_a_norm_with_a_gate(case, levels, names):
         x = torch.cat((x.view(-1, 2, case.hidden),) * 2, dim=1)[:, 2:]
         z = z.view(x.shape)
     take = fast_calls("cuda")
+    first_kind = {"norm_before_gate": True, "between": None, "activation": "silu", "group_size": None}
+    kinds = []
+    for change in (
+        {},
+        {"group_size": case.hidden // 3},
+        {"activation": "gelu_tanh"},
+        {"between": None if case.x == F64 else F32},
+        {"norm_before_gate": False},
+        {"norm_before_gate": False, "activation": "sigmoid", "group_size": case.hidden // 6},
+    ):
+        wide = "_wide" * (case.x == F64 or change.get("group_size", case.hidden) > 131_072)
+        is_new = change.get("between") not in (None, case.x) or "between" not in change
+        kinds.append(Kind(first_kind | change, (f"forward{wide}",) * is_new))
+
+    def python(**flags):
+        return fusednorm.rms_norm_gated(x, z, weight, **flags, **case.flags)
+
+    def fast(**flags):
+        return take("gate", x=x, z=z, weight=weight, eps=1e-6, **flags, **case.flags)
+
     nothing_held()
     by("cuda", fusednorm.rms_norm, x, weight)
-    seen = []
-    for first, between, activation, group in (
-        (True, None, "silu", None),
-        (True, None, "silu", case.hidden // 3),
-        (True, None, "gelu_tanh", None),
-        (True, F32, "silu", None),
-        (False, None, "silu", None),
-        (False, None, "sigmoid", case.hidden // 6),
-    ):
-        between = None if case.x == F64 else between
-        flags = {"norm_before_gate": first, "between": between, "activation": activation, "group_size": group}
-        flags |= {"round_norm": case.round_norm, "weight_offset": case.weight_offset}
-
-        def fast(out=None, first=first, between=between, activation=activation, group=group):
-            gate = {"z": z, "activation": activation, "norm_before_gate": first, "between": between}
-            of_norm = {"eps": 1e-6, "weight_offset": case.weight_offset, "round_norm": case.round_norm}
-            return take("gate", x=x, weight=weight, group_size=group, out=out, **gate, **of_norm)
-
-        kind = (first, between or case.x, activation, group)
-        assert (fast() is None) == (kind not in seen or levels == 2), flags
-        names.clear()
-        found = by("cuda", fusednorm.rms_norm_gated, x, z, weight, **flags)
-        wide = case.x == F64 or (group or case.hidden) > 131_072
-        assert names == ([] if kind in seen else ["forward" + "_wide" * wide]), flags
-        seen.append(kind)
-        wanted = by("reference", fusednorm.rms_norm_gated, x, z, weight, **flags)
-        assert not differing(found, wanted).any(), flags
-        got = fast()
-        assert (got is None) == (levels == 2)
-        assert got is None or not differing(got, wanted).any(), flags
+    by_turns([*kinds, *held(kinds)], names, python, fast, two_levels=levels == 2)
+    for flags, _ in kinds:
         given = x.clone()
-        with fusednorm.use_backend("cuda"):
-            assert fusednorm.rms_norm_gated_(given, z, weight, **flags) is given
-        assert not differing(given, wanted).any(), flags
+        assert by("cuda", fusednorm.rms_norm_gated_, given, z, weight, **flags, **case.flags) is given
+        assert same(given, by("reference", python, **flags))
 
 
-def test_gates_on_the_fast_path():
-    """Refused until their kernels are held, and then with the same bits."""
-    take = fast_calls("cuda")
-    nothing_held()
-    y, z, _ = operands(Case(rows=5, hidden=72).of(BF16))
-    both = torch.cat((z, y), -1)
-    calls = [
-        (lambda: fusednorm.gate(y, z), (y, z, fast_path.ALONE, None)),
-        (lambda: fusednorm.gate(y, z, out=z.clone()), (y, z, fast_path.ALONE, z.clone())),
-        (lambda: fusednorm.silu_and_mul(both), (both, None, fast_path.AND_MUL, None)),
-        (lambda: fusednorm.silu_and_mul(z, y), (z, y, fast_path.AND_MUL, None)),
-    ]
-    with fusednorm.use_backend("cuda"):
-        fusednorm.rms_norm(y)
-        for number, (call_of, (x, gate, how, out)) in enumerate(calls):
-            fast = {"x": x, "z": gate, "activation": "silu", "order": how, "out": out}
-            assert (take("gate", **fast) is None) == (number != 1)
-            wanted = call_of()
-            assert not differing(take("gate", **fast), wanted).any()
-            assert out is None or not differing(out, wanted).any()
+class Heads(NamedTuple):
+    """Heads of q, k and v in one tensor, and what is asked for."""
+
+    dtype: torch.dtype
+    size: int
+    pairs: int
+    flags: dict
 
 
-@pytest.mark.parametrize("steps", STEPS, ids=str)
-def test_gates_in_steps_on_the_fast_path(steps):
-    """The same; kernels of other gates are held before."""
-    take = fast_calls("cuda")
-    nothing_held()
-    both = 9 * torch.randn(5, 144, generator=torch.Generator().manual_seed(1)).to(BF16)
-    for before in ({}, *STEPS):
-        if before != steps:
-            by("cuda", fusednorm.silu_and_mul, both, **before)
-    fast = {"x": both, "z": None, "activation": "silu", "order": fast_path.AND_MUL, **steps}
-    assert take("gate", **fast) is None
-    wanted = by("reference", fusednorm.silu_and_mul, both, **steps)
-    assert not differing(by("cuda", fusednorm.silu_and_mul, both, **steps), wanted).any()
-    assert not differing(take("gate", **fast), wanted).any()
-
-
-#: Heads of q, k and v in one tensor: the dtype, elements of a head, pairs, and what else is asked for.
-ROTATIONS = (
-    (BF16, 128, 64, {}),
-    (BF16, 128, 64, {"between": F32}),
-    (BF16, 128, 64, {"round_products": True, "weight_offset": 1.0}),
-    (BF16, 128, 64, {"round_norm": True, "interleaved": True}),
-    (BF16, 128, 32, {"norm": False}),
-    (F16, 80, 20, {"positions": torch.int64}),
-    (F32, 33, 7, {"positions": torch.int32, "interleaved": True}),
-    (F32, 1024, 512, {}),
+HEADS = (
+    Heads(BF16, 128, 64, {}),
+    Heads(BF16, 128, 64, {"between": F32}),
+    Heads(BF16, 128, 64, {"round_products": True, "weight_offset": 1.0}),
+    Heads(BF16, 128, 64, {"round_norm": True, "interleaved": True}),
+    Heads(BF16, 128, 32, {"norm": False}),
+    Heads(F16, 80, 20, {"positions": torch.int64}),
+    Heads(F32, 33, 7, {"positions": torch.int32, "interleaved": True}),
+    Heads(F32, 1024, 512, {}),
 )
 
 
-@pytest.mark.parametrize(("dtype", "size", "pairs", "flags"), ROTATIONS, ids=str)
-def test_heads(dtype, size, pairs, flags, monkeypatch, names):
-    """One kernel for q and k, views into one tensor; in place, v keeps its bits; kernels of other calls never run."""
-    generator = torch.Generator().manual_seed(size)
-    qkv = torch.randn(2, 5, 7, size, generator=generator).to(dtype)
-    q, k = qkv[..., :4, :], qkv[..., 4:6, :]
-    weights = torch.rand(size, generator=generator).to(dtype), torch.rand(2, size, generator=generator).to(dtype)
-    if not flags.get("norm", True):
-        weights = None, None
-    flags = dict(flags)
-    angles = torch.rand(2, 5, pairs, generator=generator)
-    if "positions" in flags:
-        angles = torch.rand(50, pairs, generator=generator)
-        flags["positions"] = torch.randint(0, 50, (2, 5), generator=generator).to(flags["positions"])
-    tables = (angles * 6).cos(), (angles * 6).sin()
-    launched = []
-    launch = fast_path.launch_cuda
-    monkeypatch.setattr(fast_path, "launch_cuda", lambda *given: launched.append(launch(*given)) or launched[-1])
-    nothing_held()
-    wanted: tuple = ()
-    for how, of_weights in enumerate((weights, (weights[0], None), weights)):
-        wanted = by("reference", fusednorm.qk_norm_rope, q, k, *of_weights, *tables, **flags)
-        launched.clear()
-        found = by("cuda", fusednorm.qk_norm_rope, q, k, *of_weights, *tables, **flags)
-        assert same(found, wanted)
-        # A weight that only one of both has is another kernel. Calls like the first one take the fast path.
-        apart = how == 1 and weights[0] is not None
-        assert launched.count(0) == (2 if apart else 1 if how == 0 else 0)
-    assert set(names) <= {"rotate"}
-    given = qkv.clone()
-    by("cuda", fusednorm.qk_norm_rope_, given[..., :4, :], given[..., 4:6, :], *weights, *tables, **flags)
-    whole = torch.cat((*wanted, qkv[..., 6:, :]), -2)
-    assert not differing(given, whole).any()
+def operands_of_heads(heads, rows):
+    """q, k and v in one tensor; the weight of one head, or None; the tables and flags."""
+    generator = torch.Generator().manual_seed(heads.size)
+    qkv = torch.randn(*rows, 7, heads.size, generator=generator).to(heads.dtype)
+    weight = torch.rand(heads.size, generator=generator).to(heads.dtype) if heads.flags.get("norm", True) else None
+    of_rows = torch.rand(*rows, heads.pairs, generator=generator) * 6
+    positions = heads.flags.get("positions")
+    if positions is not None:
+        of_rows = torch.rand(50, heads.pairs, generator=generator) * 6
+        positions = torch.randint(0, 50, rows, generator=generator).to(positions)
+    return qkv, weight, {**heads.flags, "cos": of_rows.cos(), "sin": of_rows.sin(), "positions": positions}
 
 
-@pytest.mark.parametrize(("dtype", "size", "pairs", "flags"), ROTATIONS, ids=str)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("rows", [(1,), (2, 5)], ids=str)
-def test_heads_on_the_fast_path(dtype, size, pairs, flags, rows):
-    """Refused until a kernel is held, then with the same bits, in new outputs, given ones and in place."""
-    generator = torch.Generator().manual_seed(2)
-    qkv = torch.randn(*rows, 7, size, generator=generator).to(dtype)
+def test_heads(heads, rows, monkeypatch, names):
+    """One kernel for q and k, views into one tensor; v keeps its bits; kernels of other calls never run.
+
+    The fast path refuses a kind until its kernel is held; then it takes new outputs, given ones, and those in place.
+    """
+    qkv, weight, flags = operands_of_heads(heads, rows)
     q, k = qkv[..., :4, :], qkv[..., 4:6, :]
-    weight = torch.rand(size, generator=generator).to(dtype) if flags.get("norm", True) else None
-    angles = torch.rand(*rows, pairs, generator=generator)
-    positions = None
-    if "positions" in flags:
-        angles = angles.view(-1, pairs)
-        positions = torch.randint(0, len(angles), rows, generator=generator).to(flags["positions"])
-    tables = angles.cos(), angles.sin()
-    given = {**flags, "positions": positions}
+    weights = (None, None) if weight is None else (weight, torch.stack((weight, weight / 3)))
     take = fast_calls("cuda")
 
-    def fast(q, k, weights=(weight, weight), q_out=None, k_out=None):
-        heads = {"q": q, "k": k, "q_weight": weights[0], "k_weight": weights[1], "q_out": q_out, "k_out": k_out}
-        return take("rotation", **heads, cos=tables[0], sin=tables[1], **({"eps": 1e-6, "norm": True} | given))
+    def fast(q, k, weights=weights, q_out=None, k_out=None):
+        operands = {"q": q, "k": k, "q_weight": weights[0], "k_weight": weights[1], "q_out": q_out, "k_out": k_out}
+        return take("rotation", **operands, **({"eps": 1e-6, "norm": True} | flags))
 
+    launched, launch = [], fast_path.launch_cuda
     nothing_held()
-    with fusednorm.use_backend("cuda"):
-        fusednorm.rms_norm(q)
-        assert fast(q, k) is None
-        wanted = fusednorm.qk_norm_rope(q, k, weight, weight, *tables, **given)
+    by("cuda", fusednorm.rms_norm, q)
+    assert fast(q, k) is None
+    names.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(fast_path, "launch_cuda", lambda *given: launched.append(launch(*given)) or launched[-1])
+        # A weight that only one of both has is another kernel. Calls like the first one take the fast path.
+        for of_weights, launches in ((weights, 1), ((weight, None), 0 if weight is None else 2), (weights, 0)):
+            launched.clear()
+            found, wanted = by_both(fusednorm.qk_norm_rope, q, k, *of_weights, **flags)
+            assert same(found, wanted)
+            assert launched.count(0) == launches
+    assert set(names) == {"rotate"}
     assert same(fast(q, k), wanted)
     outputs = torch.empty_like(q), torch.empty_like(k)
     assert fast(q, k, q_out=outputs[0], k_out=outputs[1]) == outputs
@@ -652,15 +582,16 @@ def test_heads_on_the_fast_path(dtype, size, pairs, flags, rows):
     assert fast(q, k, q_out=k[..., :1, :].expand_as(q), k_out=k) is None  # in the place of another operand
     assert fast(q, k, q_out=qkv[..., 3:7, :], k_out=k) is None
     if weight is not None:
-        assert fast(q, k, (weight, None)) is None  # of a kernel each
-        assert fast(q, k, (weight, weight.to(F16 if dtype == F32 else F32))) is None
+        assert fast(q, k, (weight, None)) is None  # a kernel for each
+        assert fast(q, k, (weight, weight.to(F16 if heads.dtype == F32 else F32))) is None
     assert fast(q.double(), k.double()) is None
     before = qkv.clone()
     assert fast(q, k, q_out=q, k_out=k) == (q, k)
     assert same((q, k), wanted)
     assert torch.equal(qkv[..., 6:, :], before[..., 6:, :])
-    unaligned = torch.frombuffer(bytearray(4 * size * dtype.itemsize + 1), dtype=dtype, offset=1, count=4 * size)
-    assert fast(unaligned.view(1, 4, size).expand(*rows, 4, size), k) is None
+    memory = bytearray(4 * heads.size * heads.dtype.itemsize + 1)
+    unaligned = torch.frombuffer(memory, dtype=heads.dtype, offset=1).view(4, -1)
+    assert fast(unaligned.expand(*rows, -1, -1), k) is None
 
 
 def test_positions_on_a_gpu_are_not_looked_at():
@@ -703,34 +634,6 @@ def test_gradients_of_gates_on_the_fast_path(monkeypatch):
         taken.clear()
         for other in found[1:]:
             assert same(found[0], other)
-
-
-def test_rotations_have_kernels_of_their_own():
-    """Calls that differ in one thing, one after the other."""
-    generator = torch.Generator().manual_seed(1)
-    q, k = (torch.randn(3, 5, heads, 64, generator=generator).bfloat16() for heads in (4, 2))
-    weight, positions = torch.rand(64, generator=generator).bfloat16(), torch.randint(0, 3, (3, 5), generator=generator)
-    angles = torch.rand(3, 5, 32, generator=generator)
-    cos, sin = angles.cos(), angles.sin()
-    nothing_held()
-    for weights, tables, flags in (
-        ((weight, weight), (cos, sin), {}),
-        ((weight.float(), weight.float()), (cos, sin), {}),
-        ((None, None), (cos, sin), {}),
-        ((None, None), (cos, sin), {"norm": False}),
-        ((weight, weight), (cos, sin), {"between": F32}),
-        ((weight, weight), (cos, sin), {"round_products": True}),
-        ((weight, weight), (cos, sin), {"round_norm": True}),
-        ((weight, weight), (cos, sin), {"interleaved": True}),
-        ((weight, weight), (cos, sin), {"weight_offset": 0.5}),
-        ((weight, weight), (cos.bfloat16(), sin), {}),
-        ((weight, weight), (cos, sin.half()), {}),
-        ((weight, weight), (cos[..., :16], sin[..., :16]), {}),
-        ((weight, weight), (cos[0], sin[0]), {"positions": positions}),
-        ((weight, weight), (cos[0], sin[0]), {"positions": positions.int()}),
-        ((weight, weight), (None, None), {}),
-    ):
-        assert same(*by_both(fusednorm.qk_norm_rope, q, k, *weights, *tables, **flags)), flags
 
 
 def test_gradients_of_heads():
@@ -839,15 +742,6 @@ def test_m_that_a_caller_made_up():
     assert same(*by_both(backward, torch.ones(1), logits, ids, None, m, s, None, None, [True]))
 
 
-def test_ids_between_two_numbers_are_refused():
-    ids = torch.frombuffer(bytearray(28), dtype=torch.int64, offset=4, count=3)
-    with (
-        fusednorm.use_backend("cuda"),
-        pytest.raises(ValueError, match=r"^ids begins at an address that is no multiple"),
-    ):
-        fusednorm.selected_log_prob(torch.ones(3, 8), ids)
-
-
 def test_rows_of_logits_that_are_too_long():
     """In float64 two sums of each segment take twice the memory, so half as long ones are the longest."""
     longest = cuda_kernels.LONGEST // 2
@@ -856,12 +750,22 @@ def test_rows_of_logits_that_are_too_long():
         assert plan.endswith("log-probabilities are computed by a call of its own") == (size == longest), plan
 
 
-def test_a_gate_between_two_numbers_is_refused():
-    memory = torch.frombuffer(bytearray(130), dtype=torch.uint8)
-    between = torch.frombuffer(memory.numpy(), dtype=F16, offset=1, count=64).view(1, 64)
-    y = torch.ones(1, 64, dtype=F16)
-    with fusednorm.use_backend("cuda"), pytest.raises(ValueError, match=r"^z begins at an address that is no multiple"):
-        fusednorm.gate(y, between)
+@pytest.mark.parametrize(
+    ("name", "dtype", "call_of"),
+    [
+        ("scale", F32, lambda t: fusednorm.quantize(torch.ones(1, 64), QUANTIZED[0], scale_out=t[:1].view(1, 1))),
+        ("ids", torch.int64, lambda t: fusednorm.selected_log_prob(torch.ones(64, 8), t)),
+        ("z", F16, lambda t: fusednorm.gate(torch.ones(64, dtype=F16), t)),
+    ],
+)
+def test_an_address_between_two_numbers_is_refused(name, dtype, call_of):
+    half = dtype.itemsize // 2
+    between = torch.frombuffer(bytearray(64 * dtype.itemsize + half), dtype=dtype, offset=half)
+    with (
+        fusednorm.use_backend("cuda"),
+        pytest.raises(ValueError, match=f"^{name} begins at an address that is no mult"),
+    ):
+        call_of(between)
 
 
 @pytest.mark.parametrize(
@@ -879,29 +783,66 @@ def test_centered_rows_have_kernels_of_their_own(case, kernel, names):
     """A LayerNorm after an RMSNorm of the same operands, and both again."""
     x, residual, weight = operands(case)
     nothing_held()
-    flags = {"weight_offset": case.weight_offset, "round_norm": case.round_norm}
-    if residual is not None:
-        flags["round_sum"] = case.round_sum
 
-    def results(kind):
+    def python(kind):
         if residual is None:
-            return [getattr(fusednorm, kind)(x, weight, **flags)]
-        return getattr(fusednorm, f"fused_add_{kind}")(x, residual, weight, **flags)
+            return getattr(fusednorm, kind)(x, weight, **flags_of(case))
+        return getattr(fusednorm, f"fused_add_{kind}")(x, residual, weight, **flags_of(case))
 
-    for kind in ("rms_norm", "layer_norm") * 2:
-        for got, wanted in zip(by("cuda", results, kind), by("reference", results, kind), strict=True):
-            assert not differing(got, wanted).any(), kind
-    assert names.count(kernel) == 2
+    kinds = [Kind({"kind": kind}, (kernel,)) for kind in ("rms_norm", "layer_norm")]
+    by_turns([*kinds, *held(kinds)], names, python)
 
 
-def test_sums_of_another_dtype_have_kernels_of_their_own():
-    """Calls that differ in nothing else, one after the other."""
-    for stored in (BF16, F32, F16, BF16):
-        case = Case(rows=5, hidden=72, residual_out=stored).of(BF16)
-        y, total = expected(case, "cuda")
-        got, got_total = by("cuda", call, case, *operands(case))
-        assert not differing(got, y).any(), stored
-        assert not differing(got_total, total).any(), stored
+X, RESIDUAL, WEIGHT = operands(Case(rows=5, hidden=72).of(BF16))
+Q, K = operands(Case(rows=5 * 6, hidden=72).of(BF16))[0].view(5, 6, 72).split((4, 2), 1)
+COS, SIN = torch.linspace(0, 6, 5 * 36).view(5, 36).cos(), torch.linspace(0, 6, 5 * 36).view(5, 36).sin()
+POSITIONS = torch.tensor([1, 4, 0, 2, 2])
+
+
+def kept_and_quantized(kept):
+    out = torch.zeros_like(X) if kept else None
+    found = fusednorm.fused_add_rms_norm_quant(X, RESIDUAL, WEIGHT, quantization=QUANTIZED[1], normed_out=out)
+    return *(t if t.is_floating_point() else t.int() for t in found), out
+
+
+def rotated(weight=WEIGHT, cos=COS, sin=SIN, **flags):
+    return fusednorm.qk_norm_rope(Q, K, weight, weight, cos, sin, **flags)
+
+
+def test_rows_that_are_kept_and_quantized_have_kernels_of_their_own(names):
+    nothing_held()
+    kinds = [Kind({"kept": kept}, ("forward",)) for kept in (False, True)]
+    by_turns([*kinds, *held(kinds)], names, kept_and_quantized)
+
+
+def test_sums_of_another_dtype_have_kernels_of_their_own(names):
+    nothing_held()
+    kinds = [Kind({"residual_dtype": stored}, ("forward",)) for stored in (BF16, F32, F16)]
+    function = functools.partial(fusednorm.fused_add_rms_norm, X, RESIDUAL, WEIGHT)
+    by_turns([*kinds, *held(kinds)], names, function)
+
+
+def test_rotations_have_kernels_of_their_own(names):
+    differences = (
+        {},
+        {"weight": WEIGHT.float()},
+        {"weight": None},
+        {"weight": None, "norm": False},
+        {"between": F32},
+        {"round_products": True},
+        {"round_norm": True},
+        {"interleaved": True},
+        {"weight_offset": 0.5},
+        {"cos": COS.bfloat16()},
+        {"sin": SIN.half()},
+        {"cos": COS[:, :16], "sin": SIN[:, :16]},
+        {"positions": POSITIONS},
+        {"positions": POSITIONS.int()},
+        {"cos": None, "sin": None},
+    )
+    nothing_held()
+    kinds = [Kind(given, ("rotate",)) for given in differences]
+    by_turns([*kinds, *held(kinds)], names, rotated)
 
 
 @pytest.mark.parametrize("center", [False, True])
@@ -940,11 +881,6 @@ def test_backward(case, needs, center, monkeypatch):
         assert one is None or not (differing(one, other) | differing(one, third)).any()
 
 
-def nothing_held():
-    """Has C forget the kernels that it holds, which stay loaded."""
-    cuda._open_launcher.__wrapped__()
-
-
 class Config(ctypes.Structure):
     """The beginning of CUlaunchConfig (docs.nvidia.com/cuda/cuda-driver-api)."""
 
@@ -959,19 +895,28 @@ def backward_call(dy, h, rstd, weight, dx, dweight):
     return Backward(dy, None, h, rstd, weight, dx, None, dweight, operation, rows, rows, strides, 0.0)
 
 
-@pytest.mark.parametrize("rows", [1, 8, 9, 255, 257, 300, 515, 4097, 16_640, 70_000])
-def test_as_many_programs_as_through_python(rows, monkeypatch):
-    """Of each kind of kernel; the driver only writes down what it is given."""
+@contextlib.contextmanager
+def noted(note):
+    """What `note` makes of the configuration and the arguments of each launch: a driver that only writes it down."""
     found = []
 
     @ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
     def launch(config, function, arguments, extra):
-        found.append(Config.from_address(config).grid_x)
+        found.append(note(config, arguments))
         return 0
 
     names = ("cuCtxGetDevice", "cuCtxPushCurrent", "cuCtxPopCurrent")
     fast_path.open_cuda(ctypes.cast(launch, ctypes.c_void_p).value, *map(cuda._driver_function, names))
     try:
+        yield found
+    finally:
+        nothing_held()
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9, 255, 257, 300, 515, 4097, 16_640, 70_000])
+def test_as_many_programs_as_through_python(rows):
+    """Of each kind of kernel."""
+    with noted(lambda config, _: Config.from_address(config).grid_x) as found:
         for size in (16, 48, 1040):
             block, blocks = blocks_of(rows)
             h, weight = torch.zeros(rows, size, dtype=BF16), torch.zeros(size, dtype=BF16)
@@ -982,8 +927,6 @@ def test_as_many_programs_as_through_python(rows, monkeypatch):
                 fast_path.hold_cuda(packed, 0, ((0, 32, per_program, 0, 1, False, share),))
                 assert fast_path.launch_cuda(packed, 0) == 0
                 assert found.pop() == programs(share, per_program, rows, size, block, blocks), (share, per_program)
-    finally:
-        nothing_held()
 
 
 @pytest.fixture
@@ -1047,7 +990,7 @@ def both_passes(hidden):
 
     yield (
         python_forward,
-        lambda: take("norm", x=x, residual=residual, weight=weight, **flags_of(case)),
+        lambda: take("norm", x=x, residual=residual, weight=weight, eps=case.eps, **flags_of(case)),
         expected(case, "cuda"),
         hold_forward,
     )
@@ -1163,15 +1106,6 @@ FIELDS = {
 @pytest.mark.parametrize("passes", ["forward", "chain", "around", "quantizer", "backward"])
 def test_arguments_lie_as_in_the_sources(passes, real, levels):
     """Every field that C packs is where a compiler puts it in `Arguments` of csrc/forward.cuh and csrc/backward.cuh."""
-    packed = []
-
-    @ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
-    def launch(config, function, arguments, extra):
-        packed.append(ctypes.string_at(ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p))[0], 304))
-        return 0
-
-    names = ("cuCtxGetDevice", "cuCtxPushCurrent", "cuCtxPopCurrent")
-    fast_path.open_cuda(ctypes.cast(launch, ctypes.c_void_p).value, *map(cuda._driver_function, names))
     # Numbers that all differ: kinds, addresses and strides of operands, then the call's own.
     more, passes = passes, passes if passes == "backward" else "forward"
     chain, quantizer = more == "chain", more == "quantizer"
@@ -1196,38 +1130,36 @@ def test_arguments_lie_as_in_the_sources(passes, real, levels):
     def padded(numbers):
         return c_abi._pack(*numbers, *[0] * (c_abi._pack.__self__.size // 8 - len(numbers)))
 
-    try:
-        if around:  # strides of the weight and of the bias, and the bias after all other operands
-            flat[12 + 4 * operands.index("weight") + 3] = value["weight_stride"]
-            value["bias"] *= 8
-            flat += [c_kinds.KINDS[real], value["bias"], 0, value["bias_stride"]]
-        call = padded(flat)
-        if around:  # its first call scales x
-            numbers, x, others = flat[:12], flat[12:16], flat[16:]
-            first = [0, c_abi.SCALE_ONLY, *numbers[2:8], 1, 1, 4.5, 0.0, *x, *[0] * 8, c_kinds.KINDS[real], 0, 0, 0]
-            numbers[1] = c_abi.QUANTIZED * quantizer
-            call = padded(first) + padded([*numbers, c_kinds.KINDS[real], 0, 0, 0, *others])
-        if quantizer:  # follows the calls, with strides in bytes
-            results = [value["inner"]]
-            for name, item in (("numbers", 1), ("scale", 4), ("zero_point", 4)):
-                stride = value[f"{name}_stride"]
-                results += [value[name] * 8, (7 + 200 * stride) * item, stride * item]
-                results += [value[f"{name}_group_stride"] * item] if item > 1 else []
-                value[name] *= 8
-                value[f"{name}_jump"] = 7 + 200 * stride - value["inner"] * stride
-            reals = [value[name] for name in FIELDS["quantizer"].split()[8:]]
-            call += c_quantizer._QUANTIZATION.pack(0, 0, 0, *reals) + c_abi._RESULTS.pack(*results)
-            strided += ["numbers", "scale", "zero_point"]
-        if chain:  # its first call has the x and the first norm's weight, and its second one rows without memory
-            value["first_weight"] *= 8
-            numbers, x, others = flat[:12], flat[12:16], flat[16:]
-            weight = [c_kinds.KINDS[real], value["first_weight"], 0, 0]
-            first = [*numbers[:8], 1, 1, 3.5, 2.5, *x, 0, 0, 0, 0, *weight, c_kinds.KINDS[real], 0, 0, 0]
-            call = padded(first) + padded([*numbers, c_kinds.KINDS[real], 0, 0, 0, *others])
+    if around:  # strides of the weight and of the bias, and the bias after all other operands
+        flat[12 + 4 * operands.index("weight") + 3] = value["weight_stride"]
+        value["bias"] *= 8
+        flat += [c_kinds.KINDS[real], value["bias"], 0, value["bias_stride"]]
+    call = padded(flat)
+    if around:  # its first call scales x
+        numbers, x, others = flat[:12], flat[12:16], flat[16:]
+        first = [0, c_abi.SCALE_ONLY, *numbers[2:8], 1, 1, 4.5, 0.0, *x, *[0] * 8, c_kinds.KINDS[real], 0, 0, 0]
+        numbers[1] = c_abi.QUANTIZED * quantizer
+        call = padded(first) + padded([*numbers, c_kinds.KINDS[real], 0, 0, 0, *others])
+    if quantizer:  # follows the calls, with strides in bytes
+        results = [value["inner"]]
+        for name, item in (("numbers", 1), ("scale", 4), ("zero_point", 4)):
+            stride = value[f"{name}_stride"]
+            results += [value[name] * 8, (7 + 200 * stride) * item, stride * item]
+            results += [value[f"{name}_group_stride"] * item] if item > 1 else []
+            value[name] *= 8
+            value[f"{name}_jump"] = 7 + 200 * stride - value["inner"] * stride
+        reals = [value[name] for name in FIELDS["quantizer"].split()[8:]]
+        call += c_quantizer._QUANTIZATION.pack(0, 0, 0, *reals) + c_abi._RESULTS.pack(*results)
+        strided += ["numbers", "scale", "zero_point"]
+    if chain:  # its first call has the x and the first norm's weight, and its second one rows without memory
+        value["first_weight"] *= 8
+        numbers, x, others = flat[:12], flat[12:16], flat[16:]
+        weight = [c_kinds.KINDS[real], value["first_weight"], 0, 0]
+        first = [*numbers[:8], 1, 1, 3.5, 2.5, *x, 0, 0, 0, 0, *weight, c_kinds.KINDS[real], 0, 0, 0]
+        call = padded(first) + padded([*numbers, c_kinds.KINDS[real], 0, 0, 0, *others])
+    with noted(lambda _, arguments: ctypes.string_at(ctypes.c_void_p.from_address(arguments).value, 304)) as packed:
         fast_path.hold_cuda(call, 0, ((0, 32, 64, 0, 1, False, Share.ROWS),))
         assert fast_path.launch_cuda(call, 0) == 0
-    finally:
-        nothing_held()
     kinds = {
         "hidden_size": "i",
         **dict.fromkeys(("eps", "weight_offset", "first_eps", "x_scale"), "f" if real == F32 else "d"),
