@@ -5,6 +5,8 @@ import itertools
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from every_operation import (
     FUNCTIONS,
     IN_PLACE,
     OF_KEYS,
+    OPERATORS,
     called,
     clones,
     function_of,
@@ -25,7 +28,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -60,7 +63,6 @@ from fusednorm import (
     rms_norm_quant,
     rotate,
     selected_log_prob,
-    selected_log_prob_and_entropy,
     silu_and_mul,
     silu_and_mul_quant,
 )
@@ -121,7 +123,8 @@ def of_one_process(call, full, incoming):
     """What the call returns, and its gradients."""
     leaves = [t.clone().requires_grad_() for t in full]
     outputs = call(*leaves)
-    return outputs, torch.autograd.grad(outputs, leaves, incoming[: len(outputs)])
+    given = [t.to(y.dtype) for t, y in zip(incoming, outputs, strict=False)]
+    return outputs, torch.autograd.grad(outputs, leaves, given)
 
 
 def shares(placements):
@@ -136,76 +139,127 @@ def collectives(function):
     return result, {str(op).rsplit(".", 1)[-1]: count for op, count in communication.get_comm_counts().items()}
 
 
-@on_ranks(2, 4)
-@pytest.mark.parametrize("shape", [(4, 4), (5, 7), (3, 1)], ids=["even", "uneven", "fewer"])
-@pytest.mark.parametrize("sharding", SHARDINGS)
-@pytest.mark.parametrize("with_residual", [True, False], ids=["add", "norm"])
-def test_rows_stay_where_they_are(shape, sharding, with_residual):
-    """Forward and backward, without one collective: even, uneven, and on fewer rows than ranks."""
-    where, operands = SHARDINGS[sharding], (0, 1, 2) if with_residual else (0, 2)
-    full, incoming = [tensors(*shape)[i] for i in operands], tensors(*shape, seed=1)[:2]
+class Passes(NamedTuple):
+    """A call and its gradients, of one process, and of all ranks with the collectives that both passes took."""
 
-    def call(*operands):
-        function = fused_add_rms_norm if with_residual else rms_norm
-        outputs = function(*operands, 1e-5, weight_offset=0.5, round_norm=True)
-        return outputs if with_residual else (outputs,)
+    expected: tuple
+    wanted: tuple
+    outputs: tuple
+    found: tuple
+    forward: dict
+    backward: dict
 
-    expected, expected_gradients = of_one_process(call, full, incoming)
-    parts = split(full, where, grad=True)
-    given = split(incoming, where)[: len(expected)]
+
+def both_passes(call, full, parts, incoming):
+    """The call returns a tuple. Incoming gradients lie where its results do."""
+    expected, wanted = of_one_process(call, full, incoming)
     outputs, forward = collectives(lambda: call(*parts))
+    given = [placed(t.to(y.dtype), *y.placements, where=y.device_mesh) for t, y in zip(incoming, outputs, strict=False)]
     found, backward = collectives(lambda: torch.autograd.grad(outputs, parts, given))
-    assert forward == backward == {}
-    all_same(outputs, expected, [where])
-    all_same(found[:-1], expected_gradients[:-1], [where])
-    assert found[-1].placements == shares([where])
-    assert found[-1].to_local().shape == full[-1].shape
-    if sharding == "replicated":
-        same(found[-1], expected_gradients[-1])
+    return Passes(expected, wanted, outputs, found, forward, backward)
 
 
-#: Calls of (x, residual, weight, bias) or, with a gate, of (x, gate, weight).
-COMPOSED = {
-    "bias": lambda x, r, w, b: fused_add_rms_norm(x, r, w, bias=b, x_scale=0.5, round_norm=True),
-    "heads": lambda x, r, w, b: fused_add_rms_norm(x, r, w, bias=b),
-    "sum": lambda x, r, w, b: (rms_norm_add(x, r, w), x + b),
-    "two norms": lambda x, r, w, b: rms_norm_add_rms_norm(x, r, w, b, between=F32),
-    "gate": lambda x, z, w: (gate(x, z, activation="sigmoid", out_dtype=F16) + 0 * w.sum(),),
-    "silu_and_mul": lambda x, z, w: (silu_and_mul(x, z, between=F32) + 0 * w.sum(),),
-    "norm first": lambda x, z, w: (rms_norm_gated(x, z, w, between=F32),),
-    "gate first": lambda x, z, w: (rms_norm_gated(x, z, w, norm_before_gate=False, group_size=10, round_norm=True),),
+class OfRows(NamedTuple):
+    """A call with rows, its operands' names, and what is joined where a sequence of heads or samples is sharded."""
+
+    call: Callable
+    operands: str
+    #: Where the results then lie, and how many tensors each pass gathers.
+    joined: tuple = ()
+    gathered: tuple = (0, 0)
+    #: Parts of rows stay where they are, too.
+    of_elements: bool = False
+    #: The same in place.
+    in_place: Callable | None = None
+
+
+def of_one(function, **flags):
+    """The same function; its result is in a tuple."""
+    return lambda *operands: (function(*operands, **flags),)
+
+
+FLAGS = {"eps": 1e-5, "weight_offset": 0.5, "round_norm": True}
+EVERYWHERE = Replicate()
+ROWS = {
+    "norm": OfRows(of_one(rms_norm, **FLAGS), "x weight", in_place=of_one(rms_norm_, **FLAGS)),
+    "add": OfRows(
+        functools.partial(fused_add_rms_norm, **FLAGS),
+        "x residual weight",
+        in_place=functools.partial(fused_add_rms_norm_, **FLAGS),
+    ),
+    "bias": OfRows(
+        lambda x, r, w, b: fused_add_rms_norm(x, r, w, bias=b, x_scale=0.5, round_norm=True), "x residual weight bias"
+    ),
+    "heads": OfRows(
+        lambda x, r, w, b: fused_add_rms_norm(x, r, w, bias=b), "x residual heads bias", (EVERYWHERE, Shard(1)), (1, 1)
+    ),
+    "sum": OfRows(of_one(rms_norm_add), "x residual weight"),
+    "two norms": OfRows(functools.partial(rms_norm_add_rms_norm, between=F32), "x residual weight bias"),
+    "layer norm": OfRows(of_one(layer_norm, weight_offset=0.5), "x weight wide"),
+    "layer norm of heads": OfRows(of_one(layer_norm), "x heads wide", (EVERYWHERE,), (1, 1)),
+    "added layer norm": OfRows(functools.partial(fused_add_layer_norm, weight_offset=0.5), "x residual weight wide"),
+    "added layer norm of heads": OfRows(  # of which the sum is kept
+        fused_add_layer_norm, "x residual heads wide", (EVERYWHERE, EVERYWHERE), (2, 0)
+    ),
+    "modulation": OfRows(of_one(modulate), "residual x rows"),
+    "of samples": OfRows(of_one(modulate), "x sample other_sample", (EVERYWHERE,), (1, 1)),
+    "of a sample and rows": OfRows(of_one(modulate), "x sample residual", (EVERYWHERE,), (2, 2)),
+    "gate": OfRows(of_one(gate, activation="sigmoid", out_dtype=F16), "x residual", of_elements=True),
+    "silu_and_mul": OfRows(of_one(silu_and_mul, between=F32), "x residual", of_elements=True),
+    "norm first": OfRows(of_one(rms_norm_gated, between=F32), "x residual weight"),
+    "gate first": OfRows(
+        of_one(rms_norm_gated, norm_before_gate=False, group_size=10, round_norm=True), "x residual weight"
+    ),
 }
 
 
-@on_ranks(2)
+@on_ranks(2, 4)
 @pytest.mark.parametrize("sharding", [Shard(0), Shard(1), Shard(2), Replicate()], ids=str)
-def test_compositions(sharding):
-    """Rows stay where they are, and of a gate parts of rows too. A norm joins these, and heads with a weight each."""
-    x, residual, weight = tensors(4, 6)
-    for name, call in COMPOSED.items():
-        first = torch.stack([weight + k for k in range(6)]) if name == "heads" else weight
-        full = (x, residual, first, weight + 1)[: call.__code__.co_argcount]
-        given = [t.to(y.dtype) for t, y in zip(tensors(4, 6, seed=1), call(*full), strict=False)]
-        expected, gradients = of_one_process(call, full, given)
-        leaves = [placed(t, sharding if t is x or t is residual else Replicate(), grad=True) for t in full]
-        outputs, moved = collectives(functools.partial(call, *leaves))
-        found = torch.autograd.grad(
-            outputs, leaves, [placed(t, y.placements[0]) for t, y in zip(given, outputs, strict=True)]
-        )
-        all_same(outputs, expected)
-        all_same(found[:2], gradients[:2])
-        assert found[2].to_local().shape == first.shape
-        joined = {Shard(1): {"heads"}, Shard(2): COMPOSED.keys() - {"gate", "silu_and_mul"}}.get(sharding, set())
-        if name not in joined:
-            assert moved == {}, name
-            assert {y.placements for y in outputs} == {(sharding,)}
-        elif name == "heads" and sharding == Shard(1):
-            assert moved == {"all_gather_into_tensor": 1}
-            assert outputs[1].placements == (sharding,)
-        if len(full) == 4 and sharding != Shard(2):
-            assert found[2].placements == ((Replicate(),) if name in joined else shares([sharding]))
-            if found[2].placements == (Replicate(),):
-                same(found[2], gradients[2])
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_stay_where_they_are(name, sharding):
+    """Forward and backward, without one collective: even, uneven, and fewer rows than ranks. Norms join parts of rows.
+
+    All heads of a row are joined if each has a weight, and all rows of a sample whose numbers have gradients.
+    """
+    of_rows = ROWS[name]
+    for shape in ((4, 6), (5, 7), (3, 1)):
+        x, residual, weight = tensors(*shape)
+        whole = {"x": x, "residual": residual, "rows": x.cos(), "sample": residual[:, 0], "other_sample": x[:, 0]}
+        whole |= {"weight": weight, "bias": weight + 1, "wide": (weight * 3).to(F32)}
+        whole["heads"] = torch.stack([weight + k for k in range(shape[1])])
+        names = of_rows.operands.split()
+        with_rows = [whole[key].ndim == 3 or "sample" in key for key in names]
+        lie = [whole[key].ndim == 3 or ("sample" in key and sharding == Shard(0)) for key in names]
+        parts = [
+            placed(whole[key], sharding if there else EVERYWHERE, grad=True)
+            for key, there in zip(names, lie, strict=True)
+        ]
+        run = both_passes(of_rows.call, [whole[key] for key in names], parts, tensors(*shape, seed=1)[:2])
+        joined = of_rows.joined if sharding == Shard(1) else ()
+        at = joined or [sharding] * len(run.outputs)
+        all_same(run.outputs, run.expected)
+        stay = sharding != Shard(2) or of_rows.of_elements
+        for found, wanted, of_row in zip(run.found, run.wanted, with_rows, strict=True):
+            if of_row:
+                same(found, wanted, at[-1:] if stay else None)
+                continue
+            assert found.to_local().shape == wanted.shape
+            assert not stay or found.placements == shares(at[:1])
+            if found.placements == (EVERYWHERE,):
+                same(found, wanted)
+        if stay:
+            assert [y.placements for y in run.outputs] == [(p,) for p in at]
+            counts = of_rows.gathered if joined else (0, 0)
+            assert [run.forward, run.backward] == [{"all_gather_into_tensor": n} if n else {} for n in counts]
+        if of_rows.in_place and stay:  # the tensors are the same objects, and their memory is
+            parts = [t.detach() for t in parts]
+            memory = [t.to_local() for t in parts]
+            outputs, moved = collectives(functools.partial(of_rows.in_place, *parts))
+            assert moved == {}
+            all_same(outputs, run.expected, [sharding])
+            for y, part, local in zip(outputs, parts, memory, strict=False):
+                assert y is part
+                assert torch.equal(y.to_local(), local)
 
 
 UP = "round_scale=up_to_power_of_two"
@@ -296,87 +350,25 @@ def test_every_function(name, sharding):
                 same(found, whole)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("sharding", SHARDINGS)
-@pytest.mark.parametrize("one", [0, 1], ids=["log-probability", "entropy"])
-def test_a_gradient_of_one_of_two_results(one, sharding):
-    """The other has zeros, which torch would make as a plain tensor."""
-    where, (full, _, _), ids = SHARDINGS[sharding], tensors(4, 6), torch.arange(24).view(4, 6)
-    leaf, logits = full.clone().requires_grad_(), placed(full, where, grad=True)
-    [wanted] = torch.autograd.grad(selected_log_prob_and_entropy(leaf, ids)[one].sum(), leaf)
-    found = selected_log_prob_and_entropy(logits, placed(ids, where))[one]
-    same(*torch.autograd.grad(found, logits, placed(torch.ones(4, 6), where)), wanted, [where])
+class Product(NamedTuple):
+    """Where operands lie; where products do, and how many gathers that takes; where the gradients lie."""
+
+    x: Placement
+    weight: Placement
+    bias: Placement
+    products: Placement
+    gathers: int
+    gradients: tuple
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("sharding", [Shard(0), Shard(1), Replicate()], ids=str)
-@pytest.mark.parametrize("heads", [False, True], ids=["row", "heads"])
-@pytest.mark.parametrize("added", [True, False], ids=["add", "norm"])
-def test_layer_norms(added, heads, sharding):
-    """Rows stay where they are, but heads with a weight each are joined. Ranks have shares of what rows add up."""
-    x, residual, weight = tensors(4, 6)
-    weight = torch.stack([weight + k for k in range(6)]) if heads else weight
-    function = fused_add_layer_norm if added else layer_norm
-    full = [x, *[residual] * added, weight, (weight * 3).to(F32)]
-
-    def call(*operands):
-        found = function(*operands, weight_offset=0.5)
-        return found if added else (found,)
-
-    given = [t.to(y.dtype) for t, y in zip(tensors(4, 6, seed=1), call(*full), strict=False)]
-    expected, wanted = of_one_process(call, full, given)
-    leaves = [placed(t, sharding if t.shape[0] == 4 else Replicate(), grad=True) for t in full]
-    joined = heads and sharding == Shard(1)
-    outputs, forward = collectives(lambda: call(*leaves))
-    incoming = [placed(t, *y.placements) for t, y in zip(given, outputs, strict=True)]
-    found, backward = collectives(lambda: torch.autograd.grad(outputs, leaves, incoming))
-    assert forward == ({"all_gather_into_tensor": 1 + added} if joined else {})
-    assert backward == ({"all_gather_into_tensor": 1} if joined and not added else {})  # x is kept as it was given
-    rows = Replicate() if joined else sharding
-    all_same(outputs, expected, [rows])
-    all_same(found[:-2], wanted[:-2], [rows])
-    for share, whole_gradient in zip(found[-2:], wanted[-2:], strict=True):
-        assert share.placements == shares([rows])
-        assert share.to_local().shape == whole_gradient.shape
-        if rows == Replicate():
-            same(share, whole_gradient)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("sharding", [Shard(0), Shard(1), Replicate()], ids=str)
-def test_modulation_of_samples(sharding):
-    """Numbers of a sample lie with it. All its rows are joined, because their gradients are added in order."""
-    y, shift, _ = tensors(4, 6)
-    scale = shift[:, 0].contiguous()
-    for full in ((y, scale, scale.cos()), (y, scale, shift), (y, shift, shift.cos())):
-        expected, wanted = of_one_process(lambda *operands: (modulate(*operands),), full, [y.cos()])
-        leaves = [placed(t, sharding if sharding == Shard(0) or t.ndim == 3 else Replicate(), grad=True) for t in full]
-        result, forward = collectives(functools.partial(modulate, *leaves))
-        incoming = placed(y.cos(), *result.placements)
-        found, backward = collectives(functools.partial(torch.autograd.grad, result, leaves, incoming))
-        joined = sharding == Shard(1) and full[1].ndim == 2
-        assert (forward == {}) == (backward == {}) == (not joined)
-        rows = Replicate() if joined else sharding
-        same(result, expected[0], [rows])
-        all_same(found, wanted, [rows])
-
-
-#: x, the weight and the bias; where products lie, what that takes; where the gradients lie.
+WHOLE, ROW, OF_SEQUENCE = Replicate(), Shard(0), Shard(1)
 PRODUCTS = {
-    "rows": (Shard(0), Replicate(), Replicate(), Shard(0), {}, (Shard(0), Partial(), Partial())),
-    "rows of the sequence": (Shard(1), Replicate(), Replicate(), Shard(1), {}, (Shard(1), Partial(), Partial())),
-    "columns": (Replicate(), Shard(0), Shard(0), Shard(2), {}, (Partial(), Shard(0), Shard(0))),
-    "whole": (Replicate(), Replicate(), Replicate(), Replicate(), {}, (Replicate(),) * 3),
-    "parts of rows": (
-        *(Shard(2), Shard(1), Replicate(), Replicate()),
-        {"all_gather_into_tensor": 2},
-        (Replicate(),) * 3,
-    ),
-    "rows and columns": (
-        *(Shard(0), Shard(0), Replicate(), Shard(0)),
-        {"all_gather_into_tensor": 1},
-        (Shard(0), Partial(), Partial()),
-    ),
+    "rows": Product(ROW, WHOLE, WHOLE, ROW, 0, (ROW, Partial(), Partial())),
+    "rows of the sequence": Product(OF_SEQUENCE, WHOLE, WHOLE, OF_SEQUENCE, 0, (OF_SEQUENCE, Partial(), Partial())),
+    "columns": Product(WHOLE, Shard(0), Shard(0), Shard(2), 0, (Partial(), Shard(0), Shard(0))),
+    "whole": Product(WHOLE, WHOLE, WHOLE, WHOLE, 0, (WHOLE, WHOLE, WHOLE)),
+    "parts of rows": Product(Shard(2), Shard(1), WHOLE, WHOLE, 2, (WHOLE, WHOLE, WHOLE)),
+    "rows and columns": Product(ROW, Shard(0), WHOLE, ROW, 1, (ROW, Partial(), Partial())),
 }
 
 
@@ -391,50 +383,36 @@ def whole_numbers(*shapes):
 @pytest.mark.parametrize("case", PRODUCTS)
 def test_products(case, columns):
     """Rows stay where they are; a matrix in parts makes columns of the products, and parts of rows are joined."""
-    *lie, where, takes, of_gradients = PRODUCTS[case]
-    x, weight, bias, d = whole_numbers((4, 5, 12), (columns, 12), (columns,), (4, 5, columns))
-    _, wanted = of_one_process(lambda *operands: (linear(*operands),), (x, weight, bias), [d])
-    others = [t.cos() for t in (x, weight, bias)]
-    same(linear(*[placed(t, at) for t, at in zip(others, lie, strict=True)]), linear(*others), [where])
-    leaves = [placed(t, at, grad=True) for t, at in zip((x, weight, bias), lie, strict=True)]
-    result, moved = collectives(lambda: linear(*leaves))
-    assert moved == takes
-    assert result.placements == (where,)
-    incoming = placed(d, where)
-    found = torch.autograd.grad(result, leaves, incoming, retain_graph=True)
-    for gradient, leaf, at, whole_gradient in zip(found, leaves, of_gradients, wanted, strict=True):
-        assert gradient.placements == (at,)
-        assert gradient.shape == leaf.shape
-        same(gradient, whole_gradient)
+    about = PRODUCTS[case]
+    full = x, weight, bias, d = whole_numbers((4, 5, 12), (columns, 12), (columns,), (4, 5, columns))
+    others = [t.cos() for t in full[:3]]
+    same(linear(*[placed(t, at) for t, at in zip(others, about, strict=False)]), linear(*others), [about.products])
+    leaves = [placed(t, at, grad=True) for t, at in zip(full[:3], about, strict=False)]
+    run = both_passes(of_one(linear), full[:3], leaves, [d])
+    assert run.forward == ({"all_gather_into_tensor": about.gathers} if about.gathers else {})
+    all_same(run.outputs, run.expected, [about.products])
+    for gradient, at, wanted in zip(run.found, about.gradients, run.wanted, strict=True):
+        same(gradient, wanted, [at])
+    [result], incoming = of_one(linear)(*leaves), placed(d, about.products)
     found = torch.autograd.grad(result, leaves, incoming, create_graph=True)
-    all_same(found, wanted)
-    same(
-        torch.autograd.grad(found[0].full_tensor().sum(), leaves[1])[0], d.sum((0, 1)).unsqueeze(-1).expand(columns, 12)
-    )
-    out = placed(torch.zeros(4, 5, columns), where)
+    all_same(found, run.wanted)
+    [again] = torch.autograd.grad(found[0].full_tensor().sum(), leaves[1:2])
+    same(again, d.sum((0, 1)).unsqueeze(-1).expand(columns, 12))
+    out = placed(torch.zeros(4, 5, columns), about.products)
     with torch.no_grad():
         assert linear(*leaves, out=out) is out
-    same(out, linear(x, weight, bias), [where])
+    same(out, linear(x, weight, bias), [about.products])
 
 
 @on_ranks(4)
 def test_products_of_rows_and_columns_on_two_dimensions_of_ranks():
-    x, weight, bias, d = whole_numbers((4, 5, 12), (6, 12), (6,), (4, 5, 6))
-    expected, wanted = of_one_process(lambda *operands: (linear(*operands),), (x, weight, bias), [d])
-    where = mesh(2, 2)
-    leaves = [
-        placed(x, Shard(0), Replicate(), where=where, grad=True),
-        placed(weight, Replicate(), Shard(0), where=where, grad=True),
-        placed(bias, Replicate(), Shard(0), where=where, grad=True),
-    ]
-    result, moved = collectives(lambda: linear(*leaves))
-    assert moved == {}
-    same(result, expected[0], [Shard(0), Shard(2)])
-    incoming = placed(d, Shard(0), Shard(2), where=where)
-    found, moved = collectives(lambda: torch.autograd.grad(result, leaves, incoming))
-    assert moved == {}
-    for gradient, whole_gradient in zip(found, wanted, strict=True):
-        same(gradient, whole_gradient)
+    *full, d = whole_numbers((4, 5, 12), (6, 12), (6,), (4, 5, 6))
+    lie = (Shard(0), Replicate()), (Replicate(), Shard(0)), (Replicate(), Shard(0))
+    leaves = [placed(t, *at, where=mesh(2, 2), grad=True) for t, at in zip(full, lie, strict=True)]
+    run = both_passes(of_one(linear), full, leaves, [d])
+    assert run.forward == run.backward == {}
+    all_same(run.outputs, run.expected, [Shard(0), Shard(2)])
+    all_same(run.found, run.wanted)
 
 
 TO_OTHER_ROWS = {"all_gather_into_tensor": 1}  # and a cut: gloo has no all-to-all, which other backends take here
@@ -472,6 +450,9 @@ def test_what_cannot_stay_moves_to_the_rows(move):
     outputs, counts = collectives(lambda: fused_add_rms_norm(*parts))
     assert counts == expected_counts, counts
     all_same(outputs, expected, [rows])
+    if placements[0] == placements[1] == rows:
+        written = [t.detach().clone() for t in parts]
+        all_same(fused_add_rms_norm_(*written), expected, [rows])
     if placements[1] == Replicate():
         same(rms_norm(parts[0], parts[2]), rms_norm(full[0], full[2]), [rows])
 
@@ -641,13 +622,14 @@ def test_log_probabilities_of_parts_of_rows_as_of_whole_rows():
     full = torch.randn(2, 3, 4100, dtype=F64, generator=torch.Generator().manual_seed(0))
     ids = torch.arange(6).view(2, 3) * 700
     whole_ids, call = placed(ids, Replicate()), log_probs("selected_log_prob_and_entropy", {})
-    for one in (0, 1):
-        leaf, part = full.clone().requires_grad_(), placed(full, Shard(2), grad=True)
+    for rows, one in itertools.product((Shard(0), Shard(1), Replicate(), Shard(2)), (0, 1)):
+        leaf, part = full.clone().requires_grad_(), placed(full, rows, grad=True)
         [wanted] = torch.autograd.grad(call(leaf, ids)[one].sum(), leaf)
-        ones = placed(torch.ones(2, 3, dtype=F64), Replicate())
-        same(*torch.autograd.grad(call(part, whole_ids)[one], part, ones), wanted, [Shard(2)])
-        again = checkpoint(lambda p, one=one: call(p, whole_ids)[one], part, use_reentrant=False)
-        same(*torch.autograd.grad(again, part, ones), wanted, [Shard(2)])
+        of_rows = Replicate() if rows == Shard(2) else rows
+        of_part, ones = placed(ids, of_rows), placed(torch.ones(2, 3, dtype=F64), of_rows)
+        same(*torch.autograd.grad(call(part, of_part)[one], part, ones), wanted, [rows])
+        again = checkpoint(lambda p, one=one, of_part=of_part: call(p, of_part)[one], part, use_reentrant=False)
+        same(*torch.autograd.grad(again, part, ones), wanted, [rows])
     [gradient] = torch.autograd.grad(call(leaf, ids)[1].sum(), leaf, create_graph=True)
     [wanted] = torch.autograd.grad((gradient * gradient).sum(), leaf)
     for rows, joined in ((Shard(2), Replicate()), (Shard(1), Shard(1))):
@@ -691,43 +673,6 @@ def test_an_exchange_is_taken_where_it_moves_fewer_bytes():
     assert not half.moves_fewer_bytes(1, F32, [])
 
 
-@on_ranks(2)
-def test_gradients_that_are_not_needed_are_empty_everywhere():
-    parts = split(tensors(4, 6), Shard(1))
-    _, total, rstd = torch.ops.fusednorm.fused_add_rms_norm(*parts, 1e-5, 0.0, True, False)
-    for needs in itertools.product((True, False), repeat=3):
-        found = torch.ops.fusednorm.backward(
-            parts[0], None, total, rstd, parts[2], 0.0, BF16, F32, True, False, list(needs)
-        )
-        placements = [(Shard(1),), (Shard(1),), (Partial(),)]
-        for actual, need, where, operand in zip(found, needs, placements, parts, strict=True):
-            assert actual.placements == (where if need else (Replicate(),))
-            assert actual.full_tensor().shape == (operand.shape if need else (0,))
-
-
-@on_ranks(2, 4)
-@pytest.mark.parametrize("shape", [(4, 6), (3, 1)], ids=["even", "fewer"])
-@pytest.mark.parametrize("sharding", SHARDINGS)
-def test_in_place(sharding, shape):
-    """What is written lies where it lay; the tensors are the same objects, and their memory is."""
-    where, (x, residual, weight) = SHARDINGS[sharding], tensors(*shape)
-    expected = fused_add_rms_norm(x, residual, weight, 1e-5, round_sum=False)
-    parts = split((x, residual, weight), where)
-    local = [part.to_local() for part in parts[:2]]
-    outputs, counts = collectives(lambda: fused_add_rms_norm_(*parts, 1e-5, round_sum=False))
-    assert counts == {}, counts
-    all_same(outputs, expected, [where])
-    for actual, part, memory in zip(outputs, parts[:2], local, strict=True):
-        assert actual is part
-        assert torch.equal(actual.to_local(), memory)
-    y, counts = collectives(lambda: rms_norm_(parts[0], parts[2]))
-    assert counts == {}, counts
-    assert y is parts[0]
-    same(y, rms_norm(expected[0], weight), [where])
-    x = placed(expected[0].clone(), where)
-    same(rms_norm_(x, placed(weight, Shard(0))), rms_norm(expected[0], weight), [where])
-
-
 REFUSED = (  # where x and the residual lie, and the name of the one that would have to move
     ((Shard(2), Shard(2)), "x"),
     ((Shard(2), Shard(1)), "x"),
@@ -754,24 +699,6 @@ def test_in_place_refuses_to_move_what_it_writes(index):
     if placements[0] in (Shard(2), Partial()):
         with pytest.raises(RuntimeError, match=r"^x is written in place, .* call the function"):
             rms_norm_(parts[0], weight)
-
-
-@on_ranks(2)
-def test_outputs_that_are_given():
-    """``out=`` and ``residual_out=`` decide where the rows are; an input that lies elsewhere goes there."""
-    x, residual, weight = operands(Case(rows=6, hidden=40).of(BF16))
-    y, total = fused_add_rms_norm(x, residual, weight)
-    whole = in_parts(weight, Replicate())
-    for placement in (Shard(0), Replicate()):
-        out, residual_out = (in_parts(torch.zeros_like(t), placement) for t in (x, residual))
-        parts = in_parts(x, Shard(1)), in_parts(residual, Shard(0))
-        got = fused_add_rms_norm(*parts, whole, out=out, residual_out=residual_out)
-        assert got[0] is out
-        assert got[1] is residual_out
-        assert torch.equal(out.full_tensor(), y)
-        assert torch.equal(residual_out.full_tensor(), total)
-    with pytest.raises(RuntimeError, match=r"^out is written in place, .* the same as those of residual_out"):
-        rms_norm(in_parts(x, Shard(0)), whole, out=in_parts(torch.zeros_like(x), Shard(1)))
 
 
 def pending(tensor, seed):
@@ -850,11 +777,10 @@ def test_second_derivatives(name, rows):
 
 
 #: Calls of (x, residual, weight) with outputs that are given: the calls, and the names of the outputs.
-WRITTEN = {
+COMPOSED = {
     "bias": (lambda x, r, w, **o: fused_add_rms_norm(x, r, w, bias=w, **o), ("out", "residual_out")),
     "two norms": (two_norms, ("out", "residual_out")),
     "sum": (rms_norm_add, ("residual_out",)),
-    "residual": (lambda x, r, w, residual_out: fused_add_rms_norm(x, r, w, residual_out=residual_out)[1:], None),
     "gate": (lambda x, r, w, **o: gate(x, r, **o), ("out",)),
     "rotate": (lambda x, r, w, **o: rotate(x, w[:4], w[4:8], **o), ("out",)),
     "numbers": (
@@ -862,34 +788,48 @@ WRITTEN = {
         ("out", "scale_out"),
     ),
 }
+OF_ONE_OPERATOR = {
+    "norm": (lambda x, r, w, **o: rms_norm(x, w, **o), ("out",)),
+    "add": (fused_add_rms_norm, ("out", "residual_out")),
+    "residual": (
+        lambda x, r, w, residual_out: fused_add_rms_norm(x, r, w, residual_out=residual_out)[1:],
+        ("residual_out",),
+    ),
+}
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", WRITTEN)
-def test_outputs_of_compositions_lie_where_they_are(name):
-    """A result goes to them. One of which each rank has a summand is refused before anything is written."""
-    call, names = WRITTEN[name]
+@pytest.mark.parametrize("name", COMPOSED | OF_ONE_OPERATOR)
+def test_outputs_lie_where_they_are(name):
+    """A result goes to them. One of which each rank has a summand is refused before anything is written.
+
+    So are outputs of one operator that are parts of rows, or that lie in different places.
+    """
+    call, names = (COMPOSED | OF_ONE_OPERATOR)[name]
     full = tensors(4, 6, BF16, BF16, BF16)
     parts = [pending(full[0], 1), placed(full[1], Shard(1)), placed(full[2], Replicate())]
     whole = [t.full_tensor() for t in parts]
-    every = call(*whole, **({} if names else {"residual_out": full[1].clone()}))
-    expected = dict(zip(names or ("residual_out",), every if isinstance(every, tuple) else (every,), strict=True))
-    for where in itertools.product(
-        (Shard(0), Shard(1), Replicate(), *([Shard(2)] if names else [])), repeat=len(expected)
-    ):
+    results = call(*whole, **({"residual_out": full[1].clone()} if name == "residual" else {}))
+    expected = dict(zip(names, results if isinstance(results, tuple) else (results,), strict=True))
+
+    def refused(error, where, words):
+        given = {key: in_parts(torch.zeros_like(t), p) for (key, t), p in zip(expected.items(), where, strict=True)}
+        with pytest.raises(error, match=words):
+            call(*parts, **given)
+        assert not any(t.to_local().any() for t in given.values())
+
+    for where in itertools.product((Shard(0), Shard(1), Shard(2), Replicate()), repeat=len(names)):
+        if name in OF_ONE_OPERATOR and (Shard(2) in where or len({*where}) > 1):
+            refused(RuntimeError, where, "^(out|residual_out) is written in place, .* the same as those of")
+            continue
         given = {key: placed(torch.zeros_like(t), p) for (key, t), p in zip(expected.items(), where, strict=True)}
         found = call(*parts, **given)
         for actual, key, p in zip(found if isinstance(found, tuple) else (found,), expected, where, strict=True):
             assert actual is given[key]
             same(actual, expected[key], [p])
-    for wrong in expected if names else ():
-        given = {
-            key: in_parts(torch.zeros_like(t), Partial() if key == wrong else Replicate())
-            for key, t in expected.items()
-        }
-        with pytest.raises(ValueError, match=rf"^{wrong} is written, and its placements are \[Partial\(sum\)\]"):
-            call(*parts, **given)
-        assert not any(t.to_local().any() for t in given.values())
+    for wrong in names if name in COMPOSED else ():
+        where = [Partial() if key == wrong else Replicate() for key in names]
+        refused(ValueError, where, rf"^{wrong} is written, and its placements are \[Partial\(sum\)\]")
 
 
 @on_ranks(4)
@@ -988,89 +928,43 @@ def test_calls_that_differ_share_no_decision():
                 leaf.grad = part.grad = None
 
 
-#: Operators with arguments that the dtype of a result follows, and such arguments.
-KINDS = {
-    "rms_norm": [("x", "weight", 1e-6, 0.0, True, False, dtype) for dtype in (None, F32, F16)],
-    "fused_add_rms_norm": [
-        ("x", "residual", "weight", 1e-6, 0.0, True, False, *dtypes)
-        for dtypes in ((None, None), (F32, BF16), (F16, F16))
-    ],
-    "layer_norm": [
-        ("x", weight, bias, 1e-5, 0.0, True, False, dtype)
-        for weight, bias, dtype in (("weight", None, None), (None, "weight", F32), ("weight", "weight", F16))
-    ],
-    "fused_add_layer_norm": [
-        ("x", "residual", weight, bias, 1e-5, 0.0, True, False, *dtypes)
-        for weight, bias, dtypes in (
-            ("weight", None, (None, None)),
-            (None, "weight", (F32, BF16)),
-            ("parts", "weight", (F16, F16)),
-        )
-    ],
-    "layer_norm_backward": [
-        ("x", "residual", "residual", "rstd", "weight", bias, 0.0, x, residual, True, False, needs, BF16, F32)
-        for bias, x, residual, needs in (
-            ("weight", BF16, F32, [True] * 4),
-            (None, BF16, F32, [True, True, True, False]),
-            ("weight", F16, BF16, [True, True, False, True]),
-            ("weight", F32, F32, [False, True, True, True]),
-        )
-    ],
-    "modulate": [
-        ("x", other, "residual", steps, dtype)
-        for other, steps, dtype in (
-            ("residual", False, None),
-            ("residual", True, F16),
-            ("sample", False, F32),
-        )
-    ],
-    "linear": [("x", "matrix", bias, dtype) for bias in (None, "column") for dtype in (None, F32, F16)],
-    "add": [("x", "residual", dtype) for dtype in (F32, BF16)],
-    "affine": [
-        *(("n", weight, bias, 0.0, None, BF16) for weight, bias in (("weight", None), (None, "weight"))),
-        *(("n", weight, bias, 0.0, None, BF16) for weight, bias in (("parts", None), (None, "parts"))),
-        *(("n", "weight", None, 0.0, rounded_to, F32) for rounded_to in (None, BF16)),
-    ],
-    "affine_backward": [
-        ("n", "n", weight, bias, 0.0, [True, weight is not None, bias is not None])
-        for weight, bias in (("weight", None), (None, "weight"))
-    ],
-    "rotate": [("x", "cos", "cos", interleaved, None, dtype) for interleaved in (False, True) for dtype in (BF16, F32)],
-    "gate": [("x", "residual", name, None, dtype) for name in ("silu", "sigmoid") for dtype in (BF16, F32)],
-    "gate_backward": [
-        ("x", "x", "residual", name, None, limit, 1.0, 0.0, "before", False, [True, True])
-        for name, limit in (("silu", 0.0), ("sigmoid", 0.0), ("silu", 0.5))
-    ],
-    "quantize": [
-        ("x", f"dtype={name}", None, None)
-        for name in ("int8", "uint8", "int8 per=8", f"int8 per=8 {UP}", f"int8 per=8 {IN_WORDS}")
-    ],
-}
+QUANTIZERS = ("dtype=int8", "dtype=uint8", "dtype=int8 per=2", f"dtype=int8 per=2 {UP}", f"dtype=int8 per=2 {IN_WORDS}")
+RETURNING = [name for name in OPERATORS if getattr(torch.ops.fusednorm, name).default._schema.returns]
+
+
+def calls_of_operator(name):
+    """Arguments that differ in a dtype, in the gradients that are needed, or in which tensor is absent."""
+    arguments = getattr(torch.ops.fusednorm, name).default._schema.arguments
+    given = {a.name: OPERATORS[name].get(a.name, a.default_value) for a in arguments}
+    if name == "quantize":
+        given |= {"quantization": QUANTIZERS[0], "scale": None, "zero_point": None}
+    yield given
+    for a in arguments:
+        value, others = given[a.name], ()
+        if isinstance(value, torch.dtype):
+            others = BF16, F16
+        elif a.name == "needs":
+            others = map(list, itertools.product((True, False), repeat=len(value)))
+        elif a.name == "quantization":
+            others = QUANTIZERS
+        elif isinstance(value, torch.Tensor) and a.type.kind() == "OptionalType":
+            others = (None,)
+        yield from (given | {a.name: other} for other in others)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", RETURNING)
 def test_calls_of_one_operator_share_no_decision(name):
-    """They differ only in arguments that are no tensors, or in which tensor is absent."""
-    x, residual, weight = tensors(2, 4)
-    whole = {"x": x, "residual": residual, "weight": weight, "n": residual, "cos": weight[: HIDDEN // 2].expand(2, -1)}
-    parts = {key: placed(t, Shard(1) if t.ndim == 3 else Replicate()) for key, t in whole.items()}
-    whole["parts"], parts["parts"] = weight, placed(weight, Shard(0))
-    whole["rstd"], whole["sample"] = residual.square().mean(-1).rsqrt(), residual[:, 0].contiguous()
-    parts["rstd"], parts["sample"] = placed(whole["rstd"], Shard(1)), placed(whole["sample"], Replicate())
-    whole["matrix"], whole["column"] = residual[0].clone(), residual[0, :, 0].clone()
-    parts |= {key: placed(whole[key], Replicate()) for key in ("matrix", "column")}
+    """They differ only in arguments that are no tensors, or in which tensor is absent. Gradients may be, too."""
     operator = getattr(torch.ops.fusednorm, name)
-    for arguments in KINDS[name]:
-        found, wanted = (
-            operator(*(given[a] if isinstance(a, str) and a in given else a for a in arguments))
-            for given in (parts, whole)
-        )
-        found, wanted = (outputs if isinstance(outputs, tuple) else (outputs,) for outputs in (found, wanted))
-        for actual, expected in zip(found, wanted, strict=True):
+    for given in calls_of_operator(name):
+        results = operator(*sharded(name, given, Shard(0)).values()), operator(*given.values())
+        found, wanted = (outputs if isinstance(outputs, tuple) else (outputs,) for outputs in results)
+        for actual, expected, need in zip(found, wanted, given.get("needs", [True] * len(found)), strict=True):
             # The operator that takes the result chooses, and checks, by the dtype of the specification.
-            assert actual.dtype == actual._spec.tensor_meta.dtype == expected.dtype, arguments
-            assert actual.shape == expected.shape, arguments
+            assert actual.dtype == actual._spec.tensor_meta.dtype == expected.dtype, given
+            assert actual.shape == expected.shape, given
+            assert need or actual.placements == (Replicate(),), given
             if not any(placement.is_partial() for placement in actual.placements):
                 assert torch.equal(actual.full_tensor().float(), expected.float())
 
@@ -1123,15 +1017,13 @@ def test_two_dimensions_of_ranks(index):
     """Batches on one, sequences or pending sums on the other."""
     x, residual, rows = TWO_DIMENSIONS[index]
     where, full, incoming = mesh(2, 2), tensors(5, 6), tensors(5, 6, seed=1)[:2]
-    expected, expected_gradients = of_one_process(fused_add_rms_norm, full, incoming)
     given = zip(full, (x, residual, (Replicate(), Replicate())), strict=True)
     parts = [placed(t, *placements, where=where, grad=True) for t, placements in given]
-    outputs, counts = collectives(lambda: fused_add_rms_norm(*parts))
-    assert (counts == {}) == (x == residual), counts
-    all_same(outputs, expected, rows)
-    found = torch.autograd.grad(outputs, parts, split(incoming, *rows, where=where))
-    all_same(found[:2], expected_gradients[:2])
-    assert found[2].placements == shares(rows)
+    run = both_passes(fused_add_rms_norm, full, parts, incoming)
+    assert (run.forward == {}) == (x == residual), run.forward
+    all_same(run.outputs, run.expected, rows)
+    all_same(run.found[:2], run.wanted[:2])
+    assert run.found[2].placements == shares(rows)
 
 
 @on_ranks(4)
