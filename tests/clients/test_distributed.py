@@ -517,10 +517,12 @@ def same_numbers(found, expected):
     assert torch.equal(whole.nan_to_num(1.0), expected.nan_to_num(1.0))
 
 
-def given_for(results):
-    """Incoming gradients, the same on every rank."""
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randn(t.shape, generator=generator).to(t.dtype) for t in results]
+def of_whole_rows(call, logits, ids):
+    """What one process returns, incoming gradients, which are the same on every rank, and the gradient."""
+    leaf, generator = logits.clone().requires_grad_(), torch.Generator().manual_seed(3)
+    expected = call(leaf, ids)
+    incoming = [torch.randn(t.shape, generator=generator).to(t.dtype) for t in expected]
+    return expected, incoming, *torch.autograd.grad(expected, leaf, incoming)
 
 
 @on_ranks(2, 4)
@@ -531,14 +533,8 @@ def test_parts_of_vocabularies_stay_where_they_are(name, case):
     dtype, width, several, flags = OF_VOCABULARIES[case]
     call = log_probs(name, flags)
     logits, ids = logits_and_ids(dtype, width, several, flags.get("ignore_index"))
-    leaf, part, whole_ids = (
-        logits.clone().requires_grad_(),
-        placed(logits, Shard(2), grad=True),
-        placed(ids, Replicate()),
-    )
-    expected = call(leaf, ids)
-    incoming = given_for(expected)
-    [wanted] = torch.autograd.grad(expected, leaf, incoming)
+    expected, incoming, wanted = of_whole_rows(call, logits, ids)
+    part, whole_ids = placed(logits, Shard(2), grad=True), placed(ids, Replicate())
     found, forward = collectives(lambda: call(part, whole_ids))
     assert forward == {"all_gather_into_tensor": 2}
     given = [placed(d, *y.placements) for d, y in zip(incoming, found, strict=True)]
@@ -559,28 +555,20 @@ def test_any_parts_of_a_vocabulary(name, backend):
     vocabulary, empty = (16032, 32064, 112224), (900, 900, 1500)  # boundaries of 128256 on eight ranks
     for width, cuts in ((128256, vocabulary), (5000, empty), (700, (0, 100, 700))):
         logits, ids = logits_and_ids(F32, width, 2)
-        call = log_probs(name, {})
-        leaf = logits.clone().requires_grad_()
-        expected = call(leaf, ids)
-        incoming = given_for(expected)
-        [wanted] = torch.autograd.grad(expected, leaf, incoming)
+        expected, incoming, wanted = of_whole_rows(log_probs(name, {}), logits, ids)
         parts = parts_of_rows.Parts((0, *cuts[: ranks - 1], width))
         where = parts_of_rows.Where(everywhere(), (Shard(2),), 0, parts)
-        own = logits[..., parts.bounds[rank] : parts.bounds[rank + 1]]
+        place = slice(parts.bounds[rank], parts.bounds[rank + 1])
+        own = logits[..., place]
         selecting = Selecting(ids) if name.startswith("selected") else Selecting()
         with fusednorm.use_backend(backend):
             found = parts_of_logits.results_of(name, own, selecting, where, None)
-            local = incoming
-            if name == "log_softmax":
-                local = [incoming[0][..., parts.bounds[rank] : parts.bounds[rank + 1]]]
+            local = [incoming[0][..., place]] if name == "log_softmax" else incoming
             kept = found[len(expected) :]
             gradient = parts_of_logits.gradient_of(name, local, own, selecting, kept, where)
         for one, other in zip(found, expected, strict=False):
-            own_other = (
-                other[..., parts.bounds[rank] : parts.bounds[rank + 1]] if other.shape == logits.shape else other
-            )
-            same_numbers(one, own_other.detach())
-        same_numbers(gradient, wanted[..., parts.bounds[rank] : parts.bounds[rank + 1]])
+            same_numbers(one, (other[..., place] if other.shape == logits.shape else other).detach())
+        same_numbers(gradient, wanted[..., place])
 
 
 @on_ranks(4)
@@ -589,10 +577,8 @@ def test_parts_of_vocabularies_on_two_dimensions_of_ranks(name):
     """Rows on one, their parts on the other; ids and temperatures of rows that lie elsewhere move to them."""
     temperature = torch.arange(1, 9).view(2, 4) / 4
     (logits, ids), where = logits_and_ids(BF16, 6000, None), mesh(2, 2)
-    leaf = logits.clone().requires_grad_()
-    expected = log_probs(name, {"temperature": temperature})(leaf, ids)
-    incoming = given_for(expected)
-    [wanted] = torch.autograd.grad(expected, leaf, incoming)
+    call = log_probs(name, {"temperature": temperature})
+    expected, incoming, wanted = of_whole_rows(call, logits, ids)
     for data in (Shard(0), Shard(1)):
         part = placed(logits, data, Shard(2), where=where, grad=True)
         elsewhere = [placed(t, Replicate(), Shard(0), where=where) for t in (ids, temperature)]
