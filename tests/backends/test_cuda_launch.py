@@ -191,7 +191,10 @@ def test_a_norm_before_the_addition(between, names):
     ids=str,
 )
 def test_what_is_around_a_norm(case, heads, levels, names):
-    """One kernel; the fast path launches it from the second call on, and the kernels of other calls never."""
+    """One kernel; the fast path launches it from the second call on, and the kernels of other calls never.
+
+    A LayerNorm of the same operands has another one.
+    """
     x, residual, weight = operands(case)
     if levels == 2:  # the rows of heads lie beside each other, and those of tokens apart
         x = torch.cat((x.view(-1, heads, case.hidden),) * 2, dim=1)[:, heads:]
@@ -200,10 +203,11 @@ def test_what_is_around_a_norm(case, heads, levels, names):
     of_heads = torch.stack([weight * (k + 1) for k in range(heads)])
     take = fast_calls("cuda")
 
-    def python(w, b, x_scale):
+    def python(w, b, x_scale, norm="rms_norm"):
         if residual is None:
-            return fusednorm.rms_norm(x, w, bias=b, **case.flags), None
-        return fusednorm.fused_add_rms_norm(x, residual, w, bias=b, x_scale=x_scale, **flags_of(case))
+            return getattr(fusednorm, norm)(x, w, bias=b, **case.flags), None
+        scaled = {"x_scale": x_scale} if norm == "rms_norm" else {}
+        return getattr(fusednorm, f"fused_add_{norm}")(x, residual, w, bias=b, **scaled, **flags_of(case))
 
     def fast(w, b, x_scale):
         operands = {"x": x, "residual": residual, "weight": w, "bias": b}
@@ -218,6 +222,8 @@ def test_what_is_around_a_norm(case, heads, levels, names):
     by("cuda", fusednorm.quantize, x, QUANTIZED[0])
     kinds = [Kind(of_weight | change, kernels) for change in changes]
     by_turns(kinds, names, python, fast, two_levels=levels == 2)
+    centered = [Kind(kind.given | {"norm": "layer_norm"}, kernels) for kind in kinds[:3]]
+    by_turns([*centered, *held(kinds[:3] + centered)], names, python)
     odd = torch.zeros(case.hidden + 1, dtype=weight.dtype)[1:]
     assert fast(weight, odd, 1.0) is None  # begins where the kernel that is held reads nothing
 
@@ -768,31 +774,6 @@ def test_an_address_between_two_numbers_is_refused(name, dtype, call_of):
         call_of(between)
 
 
-@pytest.mark.parametrize(
-    ("case", "kernel"),
-    [
-        (Case(rows=37, hidden=72).of(F16, residual=F32, round_norm=True), "forward"),
-        (Case(rows=5, hidden=5000).of(BF16, weight_offset=1.0), "forward"),
-        (Case(rows=2, hidden=20_008).of(BF16, residual=None), "forward"),
-        (Case(rows=3, hidden=1528).of(F64), "forward_wide"),
-        (Case(rows=2, hidden=140_008).of(BF16, round_sum=False), "forward_wide"),
-    ],
-    ids=str,
-)
-def test_centered_rows_have_kernels_of_their_own(case, kernel, names):
-    """A LayerNorm after an RMSNorm of the same operands, and both again."""
-    x, residual, weight = operands(case)
-    nothing_held()
-
-    def python(kind):
-        if residual is None:
-            return getattr(fusednorm, kind)(x, weight, **flags_of(case))
-        return getattr(fusednorm, f"fused_add_{kind}")(x, residual, weight, **flags_of(case))
-
-    kinds = [Kind({"kind": kind}, (kernel,)) for kind in ("rms_norm", "layer_norm")]
-    by_turns([*kinds, *held(kinds)], names, python)
-
-
 X, RESIDUAL, WEIGHT = operands(Case(rows=5, hidden=72).of(BF16))
 Q, K = operands(Case(rows=5 * 6, hidden=72).of(BF16))[0].view(5, 6, 72).split((4, 2), 1)
 COS, SIN = torch.linspace(0, 6, 5 * 36).view(5, 36).cos(), torch.linspace(0, 6, 5 * 36).view(5, 36).sin()
@@ -1020,6 +1001,9 @@ def test_a_gpu_that_is_not_the_current_one(gpus, passes):
     """Each launch is in a context of the tensors' GPU, none is refused, and the caller's context is as it was."""
     python, fast, wanted, hold = list(both_passes(1032))[passes]
     python()
+    gpus.put_tensors_on(1)
+    assert fast() is None  # nothing is held for that GPU, and nothing is launched, nowhere
+    gpus.put_tensors_on(0)
     gpus.current(gpus.contexts[1])
     hold(1)
     gpus.current(gpus.contexts[0])
@@ -1061,15 +1045,6 @@ def test_a_thread_that_has_used_no_gpu(gpus):
     assert found[::2] == [0, 0]
     assert gpus.refused == 0
     assert same(found[1], wanted)
-
-
-def test_a_gpu_for_which_nothing_is_held(gpus):
-    """Nothing is launched, nowhere."""
-    python, fast, _, _ = next(both_passes(1048))
-    python()
-    gpus.put_tensors_on(1)
-    assert fast() is None
-    assert (gpus.refused, gpus.pushed) == (0, 0)
 
 
 def test_any_number_of_kinds_of_calls_is_held(gpus):

@@ -662,9 +662,8 @@ REFUSED = (  # where x and the residual lie, and the name of the one that would 
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("index", range(len(REFUSED)))
-def test_in_place_refuses_to_move_what_it_writes(index):
-    placements, name = REFUSED[index]
+@pytest.mark.parametrize(("placements", "name"), REFUSED, ids=str)
+def test_in_place_refuses_to_move_what_it_writes(placements, name):
     *operands, weight = tensors(4, 6)
     weight, parts = placed(weight, Replicate()), [in_parts(t, p) for t, p in zip(operands, placements, strict=True)]
     before = [part.to_local().clone() for part in parts]
@@ -954,10 +953,9 @@ TWO_DIMENSIONS = (  # where x, the residual, and the rows lie
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("index", range(len(TWO_DIMENSIONS)))
-def test_two_dimensions_of_ranks(index):
+@pytest.mark.parametrize(("x", "residual", "rows"), TWO_DIMENSIONS, ids=str)
+def test_two_dimensions_of_ranks(x, residual, rows):
     """Batches on one, sequences or pending sums on the other."""
-    x, residual, rows = TWO_DIMENSIONS[index]
     where, full, incoming = mesh(2, 2), tensors(5, 6), tensors(5, 6, seed=1)[:2]
     given = zip(full, (x, residual, (Replicate(), Replicate())), strict=True)
     parts = [placed(t, *placements, where=where, grad=True) for t, placements in given]
