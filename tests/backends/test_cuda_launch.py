@@ -108,6 +108,13 @@ def by_turns(kinds, names, python, fast=None, equal=same, two_levels=False):
             assert equal(got, wanted[: len(got)]), given
 
 
+#: Operands of short calls.
+X, RESIDUAL, WEIGHT = operands(Case(rows=5, hidden=72).of(BF16))
+Q, K = operands(Case(rows=5 * 6, hidden=72).of(BF16))[0].view(5, 6, 72).split((4, 2), 1)
+COS, SIN = torch.linspace(0, 6, 5 * 36).view(5, 36).cos(), torch.linspace(0, 6, 5 * 36).view(5, 36).sin()
+POSITIONS = torch.tensor([1, 4, 0, 2, 2])
+
+
 def test_forward():
     """Nothing before; afterwards the same bits, in the same layouts; never what overlaps or begins between elements."""
     take = fast_calls("cuda")
@@ -774,26 +781,15 @@ def test_an_address_between_two_numbers_is_refused(name, dtype, call_of):
         call_of(between)
 
 
-X, RESIDUAL, WEIGHT = operands(Case(rows=5, hidden=72).of(BF16))
-Q, K = operands(Case(rows=5 * 6, hidden=72).of(BF16))[0].view(5, 6, 72).split((4, 2), 1)
-COS, SIN = torch.linspace(0, 6, 5 * 36).view(5, 36).cos(), torch.linspace(0, 6, 5 * 36).view(5, 36).sin()
-POSITIONS = torch.tensor([1, 4, 0, 2, 2])
-
-
-def kept_and_quantized(kept):
-    out = torch.zeros_like(X) if kept else None
-    found = fusednorm.fused_add_rms_norm_quant(X, RESIDUAL, WEIGHT, quantization=QUANTIZED[1], normed_out=out)
-    return *(t if t.is_floating_point() else t.int() for t in found), out
-
-
-def rotated(weight=WEIGHT, cos=COS, sin=SIN, **flags):
-    return fusednorm.qk_norm_rope(Q, K, weight, weight, cos, sin, **flags)
-
-
 def test_rows_that_are_kept_and_quantized_have_kernels_of_their_own(names):
+    def python(kept):
+        out = torch.zeros_like(X) if kept else None
+        flags = {"quantization": QUANTIZED[1], "normed_out": out}
+        return *fusednorm.fused_add_rms_norm_quant(X, RESIDUAL, WEIGHT, **flags), *[out] * kept
+
     nothing_held()
     kinds = [Kind({"kept": kept}, ("forward",)) for kept in (False, True)]
-    by_turns([*kinds, *held(kinds)], names, kept_and_quantized)
+    by_turns([*kinds, *held(kinds)], names, python, equal=same_bytes)
 
 
 def test_sums_of_another_dtype_have_kernels_of_their_own(names):
@@ -804,6 +800,9 @@ def test_sums_of_another_dtype_have_kernels_of_their_own(names):
 
 
 def test_rotations_have_kernels_of_their_own(names):
+    def python(weight=WEIGHT, cos=COS, sin=SIN, **flags):
+        return fusednorm.qk_norm_rope(Q, K, weight, weight, cos, sin, **flags)
+
     differences = (
         {},
         {"weight": WEIGHT.float()},
@@ -823,7 +822,7 @@ def test_rotations_have_kernels_of_their_own(names):
     )
     nothing_held()
     kinds = [Kind(given, ("rotate",)) for given in differences]
-    by_turns([*kinds, *held(kinds)], names, rotated)
+    by_turns([*kinds, *held(kinds)], names, python)
 
 
 @pytest.mark.parametrize("center", [False, True])
