@@ -1,0 +1,36 @@
+"""Kinds of calls for tests that compile kernels: everything but the residual has one dtype."""
+
+from fusednorm.backends.kernel_keys import ForwardKind, GateKind, QuantizerKind
+
+
+def on(kinds):
+    """Pairs of a compute capability and a kind of call, of lists of kinds by compute capability."""
+    return [(capability, kind) for capability, of_capability in kinds.items() for kind in of_capability]
+
+
+def named(of):
+    """What a parameter of a test is called: a GPU, or a kind of call by the length of its rows."""
+    return str(getattr(of, "arch", getattr(of, "hidden_size", of))).split(".")[-1]
+
+
+def norm(x, residual, size, alignment, **more):
+    """The kind of a forward pass of a norm."""
+    kind = ForwardKind(x, residual, x, x, residual, size, True, False, False, False, alignment)
+    return kind._replace(**more)
+
+
+def quantized(norm, quantization):
+    """The kind of a norm and a quantizer, which alone wants the rows of the norm."""
+    return norm._replace(quantizer=QuantizerKind(quantization, normalises=True, keeps=False))
+
+
+def alone(quantized):
+    """The kind of the quantizer alone."""
+    quantizer = quantized.quantizer._replace(normalises=False, keeps=True)
+    return quantized._replace(residual=None, weight=None, residual_out=None, quantizer=quantizer)
+
+
+def gate(dtype, activation, alignment, backward=False, **more):
+    """The kind of a gate, or of its backward pass."""
+    d = dtype if backward else None
+    return GateKind(d, dtype, dtype, dtype, d, activation, None, 4096, alignment, **more)
