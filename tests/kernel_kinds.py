@@ -1,6 +1,8 @@
 """Kinds of calls for tests that compile kernels: everything but the residual has one dtype."""
 
-from fusednorm.backends.kernel_keys import ForwardKind, GateKind, QuantizerKind
+import torch
+
+from fusednorm.backends.kernel_keys import ForwardKind, GateKind, LogProbKind, QuantizerKind
 
 
 def on(kinds):
@@ -34,3 +36,14 @@ def gate(dtype, activation, alignment, backward=False, **more):
     """The kind of a gate, or of its backward pass."""
     d = dtype if backward else None
     return GateKind(d, dtype, dtype, dtype, d, activation, None, 4096, alignment, **more)
+
+
+def log_probabilities(logits, size, alignment):
+    """The kinds of log-probabilities, each with that of its gradient."""
+    wide = torch.float64 if logits == torch.float64 else torch.float32
+    for name in ("log_softmax", "logsumexp", "selected", "selected_and_entropy"):
+        ids, temperature = (torch.int64, torch.float32) if "selected" in name else (None, None)
+        result, entropy = logits if name == "log_softmax" else wide, wide if "entropy" in name else None
+        yield LogProbKind(name, logits, result, ids, temperature, None, None, False, size, alignment)
+        capped = ids is not None
+        yield LogProbKind(name, logits, logits, ids, temperature, result, entropy, capped, size, alignment)

@@ -15,7 +15,7 @@ import kernel_kinds
 import pytest
 import torch
 from every_operation import DIFFERENTIATED, FUNCTIONS, MORE, clones, function_of, gradients, recorded
-from kernel_kinds import alone, named, on, quantized
+from kernel_kinds import alone, log_probabilities, named, on, quantized
 from surroundings import printed_by
 
 import fusednorm
@@ -329,23 +329,12 @@ def test_a_gate(capability, kind, backward):
         assert counted <= 8 * (62 if dtype == F64 else 48), counted / 8
 
 
-def log_prob_kinds(logits, size):
-    """Log-probabilities, and their gradients."""
-    wide = F64 if logits == F64 else F32
-    for name in ("log_softmax", "logsumexp", "selected", "selected_and_entropy"):
-        ids, whole = torch.int64 if "selected" in name else None, name == "log_softmax"
-        result, entropy = logits if whole else wide, wide if "entropy" in name else None
-        given = (ids, F32 if ids is not None else None)
-        yield LogProbKind(name, logits, result, *given, None, None, False, size, 16)
-        yield LogProbKind(name, logits, logits, *given, result, entropy, ids is not None, size, 16)
-
-
 @pytest.mark.parametrize(
     ("capability", "dtype", "size"), [(75, F16, 4096), (90, BF16, 151936), (90, F64, 1000), (100, F32, 128256)], ids=str
 )
 def test_log_probabilities(capability, dtype, size):
     """Next to nothing spilled, each operation rounded by itself, whole vectors of rows, read as often as is said."""
-    for kind in log_prob_kinds(dtype, size):
+    for kind in log_probabilities(dtype, size, 16):
         (variant,) = chosen(kind, 32)
         # Exact quotients of 32 numbers take most registers.
         code = Code(variant, capability, spilled=0 if kind.temperature is None else 16)
@@ -468,7 +457,7 @@ def test_amd(target, x, residual):
 
 def kinds_on_amd():
     """Kinds of calls beside norms, and what their code has beside the operations of the source."""
-    for kind in log_prob_kinds(BF16, 151936):
+    for kind in log_probabilities(BF16, 151936, 16):
         # The greater one of two numbers, and a small whole number as a float: both are exact.
         yield kind, "v_max_f32|v_max3_f32|v_cvt_f32_i32"
     in_steps = {"steps": GateSteps(7.0, 1.702, 1.0), "interleaved": True}

@@ -10,13 +10,14 @@ import os
 import re
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
+from kernel_kinds import log_probabilities
+from surroundings import printed_by
 
 import fusednorm
 from fusednorm import Quantization, quantizations
@@ -26,7 +27,6 @@ from fusednorm.backends.kernel_keys import (
     ForwardKind,
     GateKind,
     GateOfNorm,
-    LogProbKind,
     QuantizerKind,
 )
 from fusednorm.backends.triton import cpu as triton_cpu
@@ -94,54 +94,52 @@ def packed(addresses, strides, rows, hidden, *, block=0, real=F32, eps=0.0, weig
     return c_abi._pack(*numbers, *[0] * (c_abi._pack.__self__.size // 8 - len(numbers)))
 
 
-@pytest.mark.parametrize(("number", "real"), [(ctypes.c_float, F32), (ctypes.c_double, F64)])
-def test_c_gives_a_kernel_its_arguments(number, real):
+def given(name, packed, programs, dtype=F32):
+    """What C gives a kernel for each of the programs of a call."""
     calls = []
-    forward = kernel("forward", number, calls)
-    address = ctypes.cast(forward, POINTER).value
-    call = packed([1, 2, 0, 4, 5, 6], range(10, 14), 2, 14, real=real, eps=0.1, weight_offset=1.5)
-    assert LIB.fn_run_triton(address, call, 2) == 0
-    backward = kernel("backward", number, calls)
-    address = ctypes.cast(backward, POINTER).value
-    call = packed(range(1, 10), (10, 11, 12), 13, 16, block=3, real=real, weight_offset=0.1)
-    assert LIB.fn_run_triton(address, call, 1) == 0
-    eps = number(0.1).value
-    given = (1, 2, None, 4, 5, 6, None, None, *range(10, 14), 0, 2, *[0] * 5, 14, 1, 0, 0, 1, eps, 1.5, 1)
-    assert [call for call, _ in calls] == [
-        (*given, 0, 0, 0, 2, 1, 1),
-        (*given, 1, 0, 0, 2, 1, 1),
-        (*range(1, 10), *range(10, 13), 13, 0, 0, 0, 13, 3, 5, 16, eps, 0, 0, 0, 1, 1, 1),
-    ]
+    function = kernel(name, ctypes.c_double if dtype == F64 else ctypes.c_float, calls)
+    assert LIB.fn_run_triton(ctypes.cast(function, POINTER).value, packed, programs) == 0
+    return [call for call, _ in calls]
+
+
+def addresses(*tensors):
+    return tuple(t.data_ptr() for t in tensors)
+
+
+@pytest.mark.parametrize("dtype", [F32, F64], ids=dtype_name)
+def test_c_gives_a_kernel_its_arguments(dtype):
+    call = packed([1, 2, 0, 4, 5, 6], range(10, 14), 2, 14, real=dtype, eps=0.1, weight_offset=1.5)
+    eps = torch.tensor(0.1, dtype=dtype).item()
+    same = (1, 2, None, 4, 5, 6, None, None, *range(10, 14), 0, 2, *[0] * 5, 14, 1, 0, 0, 1, eps, 1.5, 1)
+    assert given("forward", call, 2, dtype) == [(*same, 0, 0, 0, 2, 1, 1), (*same, 1, 0, 0, 2, 1, 1)]
+    call = packed(range(1, 10), (10, 11, 12), 13, 16, block=3, real=dtype, weight_offset=0.1)
+    numbers = (*range(10, 13), 13, 0, 0, 0, 13, 3, 5, 16, eps)
+    assert given("backward", call, 1, dtype) == [(*range(1, 10), *numbers, 0, 0, 0, 1, 1, 1)]
 
 
 def test_c_gives_a_kernel_the_jumps_of_the_outer_level():
-    calls = []
-    forward = kernel("forward", ctypes.c_float, calls)
     numbers = [0, 0, 0, 1, 6, 3, 8, 0, 0, 1, 0.0, 0.0]
     for address in (1000, 0, 2000, 3000, 0, 4000):
         level = (500, 8) if address in (1000, 3000) else (0, 0)
         numbers += [c_abi.KINDS[F32] if address else 0, address, *level]
     call = c_abi._pack(*numbers, *[0] * (c_abi._pack.__self__.size // 8 - len(numbers)))
-    assert LIB.fn_run_triton(ctypes.cast(forward, POINTER).value, call, 6) == 0
-    assert [given[8:21] for given, _ in calls] == [(8, 0, 8, 0, 0, 3, 476, 0, 476, 0, 0, 8, 1)] * 6
-    assert [given[27] for given, _ in calls] == list(range(6))
+    calls = given("forward", call, 6)
+    assert [call[8:21] for call in calls] == [(8, 0, 8, 0, 0, 3, 476, 0, 476, 0, 0, 8, 1)] * 6
+    assert [call[27] for call in calls] == list(range(6))
 
 
 @pytest.mark.parametrize("x_scale", [1.0, 0.25])
 def test_c_gives_a_kernel_what_is_around_a_norm(x_scale):
     """Also where the call is a chain, whose first part scales x."""
-    calls = []
-    forward = kernel("forward", ctypes.c_float, calls)
     x, residual, bias = operands(Case(rows=6, hidden=8).of(F32))
     weight = x[:3]
     operation = operation_of(x, residual, weight, Flags(), bias=bias, x_scale=x_scale)
     lies = (6, 6, ((0, 8),) * 4, 0.5, 1.5)
     call = Forward(x, residual, weight, x, residual, None, operation, *lies, bias=bias, x_scale=x_scale)
-    assert LIB.fn_run_triton(ctypes.cast(forward, POINTER).value, c_abi.pack_forward(call), 1) == 0
-    ((given, _),) = calls
-    assert given[:7] == (*(t.data_ptr() for t in (x, residual, weight, x, residual)), None, bias.data_ptr())
-    assert given[7:19] == (None, 8, 8, 8, 8, 0, 6, 0, 0, 0, 0, 0)
-    assert given[19:27] == (8, 0, 8, 0, 3, 0.5, 1.5, x_scale)
+    (found,) = given("forward", c_abi.pack_forward(call), 1)
+    assert found[:7] == (*addresses(x, residual, weight, x, residual), None, bias.data_ptr())
+    assert found[7:19] == (None, 8, 8, 8, 8, 0, 6, 0, 0, 0, 0, 0)
+    assert found[19:27] == (8, 0, 8, 0, 3, 0.5, 1.5, x_scale)
 
 
 def forward_call(x, residual, weight, out, total, inner, strides):
@@ -150,91 +148,74 @@ def forward_call(x, residual, weight, out, total, inner, strides):
     return Forward(x, residual, weight, out, total, None, operation, x.shape[0], inner, strides, 0.5, 1.5)
 
 
-@pytest.mark.parametrize(("dtype", "number"), [(F32, ctypes.c_float), (F64, ctypes.c_double)])
+@pytest.mark.parametrize("dtype", [F32, F64], ids=dtype_name)
 @pytest.mark.parametrize("normalises", [True, False])
-def test_c_gives_a_kernel_what_a_quantizer_takes(dtype, number, normalises):
-    calls = []
-    quantize = kernel("quantize", number, calls)
+def test_c_gives_a_kernel_what_a_quantizer_takes(dtype, normalises):
     x, residual, weight = operands(Case(rows=6, hidden=8).of(dtype))
     quantization = Quantization(torch.uint8, per=4, zero_point="after", scale_floor=0.25, qmax=254)
     numbers, scale, zero_point = torch.zeros(6, 8, dtype=torch.uint8), torch.zeros(6, 2), torch.zeros(6, 2).int()
     norm = forward_call(x, residual, weight, x, residual, 3, ((500, 8), (501, 9), (502, 10), (503, 11)))
     rows = (None, (0, 0), norm) if normalises else (x, (500, 8), None)
     lies = ((600, 12), scale, (601, 13, 14), zero_point, (602, 15, 16), 8, 6, 3)
-    packed = c_abi.pack_quantize(Quantize(*rows, quantization, numbers, *lies))
-    assert LIB.fn_run_triton(ctypes.cast(quantize, POINTER).value, packed, 6) == 0
+    calls = given("quantize", c_abi.pack_quantize(Quantize(*rows, quantization, numbers, *lies)), 6, dtype)
     assert len(calls) == 6
-    given, _ = calls[2]
-    norms = [t.data_ptr() for t in (residual, weight, x, residual)] if normalises else [None] * 4
-    assert given[:9] == (x.data_ptr(), *norms, None, *(t.data_ptr() for t in (numbers, scale, zero_point)))
+    norms = addresses(residual, weight, x, residual) if normalises else (None,) * 4
     strides, jumps = ((9, 10, 11), (474, 472, 470)) if normalises else ((0, 0, 0), (0, 0, 0))
-    assert given[9:19] == (8, *strides, 12, 13, 14, 15, 16, 3)
-    assert given[19:26] == (476, *jumps, 564, 562, 557)
-    assert given[26:31] == (8, 4, 0, 0, 1)
-    assert given[31:34] == ((0.5, 1.5, 1) if normalises else (0, 0, 1))
-    assert given[34:39] == (0, 254, 0, torch.inf, 0.25)
-    assert given[39:] == (2, 0, 0, 6, 1, 1)
+    assert calls[2] == (
+        *(x.data_ptr(), *norms, None, *addresses(numbers, scale, zero_point)),
+        *(8, *strides, 12, 13, 14, 15, 16, 3),
+        *(476, *jumps, 564, 562, 557),
+        *(8, 4, 0, 0, 1),
+        *((0.5, 1.5, 1) if normalises else (0, 0, 1)),
+        *(0, 254, 0, torch.inf, 0.25),
+        *(2, 0, 0, 6, 1, 1),
+    )
 
 
 def test_c_gives_a_kernel_a_gate():
-    calls = []
     y, z, out, d, dz = (torch.zeros(6, 8) for _ in range(5))
-    gate, backward = kernel("gate", None, calls), kernel("gate_backward", None, calls)
+    numbers = [11, 8, 9, 10, 12, 3, 470, 476, 474, 472, 468, 8]
     strides = ((500, 8), (501, 9), (502, 10))
     packed = c_abi.pack_alone(gate_call({"y": y, "z": z, "out": out}, strides, 8, 6, 3))
-    assert LIB.fn_run_triton(ctypes.cast(gate, POINTER).value, packed, 6) == 0
+    same = (*addresses(y, z, out), *numbers[1:4], 3, *numbers[7:10], 8)
+    assert given("gate", packed, 6)[1] == (*same, 1, 0, 0, 6, 1, 1)
     strides = ((503, 11), *strides, (504, 12))
     packed = c_abi.pack_alone(gate_call({"d": d, "y": y, "z": z, "dy": out, "dz": dz}, strides, 8, 6, 3))
-    assert LIB.fn_run_triton(ctypes.cast(backward, POINTER).value, packed, 6) == 0
-    addresses = [t.data_ptr() for t in (d, y, z, out, dz)]
-    numbers = [11, 8, 9, 10, 12, 3, 470, 476, 474, 472, 468, 8]
-    assert calls[1][0] == (*addresses[1:4], *numbers[1:4], 3, *numbers[7:10], 8, 1, 0, 0, 6, 1, 1)
-    assert calls[7][0] == (*addresses, *numbers, 1, 0, 0, 6, 1, 1)
+    assert given("gate_backward", packed, 6)[1] == (*addresses(d, y, z, out, dz), *numbers, 1, 0, 0, 6, 1, 1)
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_c_gives_a_kernel_a_norm_with_a_gate(norm_first):
     """Its rows are those of both together."""
-    calls = []
-    forward = kernel("forward", ctypes.c_float, calls)
     x, z, out = (torch.zeros(6, 8) for _ in range(3))
     strides = ((500, 8), (503, 11), (502, 10))
     call = gated_norm_call(x, z, out, strides, 6, 3, norm_first=norm_first, weight_offset=1.5)
-    packed = c_abi.pack_alone(call)
-    assert LIB.fn_run_triton(ctypes.cast(forward, POINTER).value, packed, 6) == 0
-    given, _ = calls[4]
-    assert given[:8] == (x.data_ptr(), None, None, out.data_ptr(), None, None, None, z.data_ptr())
-    assert given[8:21] == (8, 0, 10, 0, 11, 3, 476, 0, 472, 0, 470, 8, 0)
-    assert given[24:28] == (0.5, 1.5, 1, 4)
+    found = given("forward", c_abi.pack_alone(call), 6)[4]
+    assert found[:8] == (x.data_ptr(), None, None, out.data_ptr(), None, None, None, z.data_ptr())
+    assert found[8:21] == (8, 0, 10, 0, 11, 3, 476, 0, 472, 0, 470, 8, 0)
+    assert found[24:28] == (0.5, 1.5, 1, 4)
 
 
-@pytest.mark.parametrize(("dtype", "number"), [(F32, ctypes.c_float), (F64, ctypes.c_double)])
-def test_c_gives_a_kernel_log_probabilities(dtype, number):
+@pytest.mark.parametrize("dtype", [F32, F64], ids=dtype_name)
+def test_c_gives_a_kernel_log_probabilities(dtype):
     """Rows and numbers in their place have the same address, of which a kernel takes one."""
-    calls = []
     logits, out, d, dx = (torch.zeros(6, 8, dtype=dtype) for _ in range(4))
     ids, (temperature, m, s, entropy, dh) = torch.zeros(6, 2).int(), torch.zeros(5, 6, dtype=dtype)
     read, kept = {"logits": logits, "ids": ids, "temperature": temperature}, {"m": m, "s": s, "entropy": entropy}
     strides, flags = {"logits": (500, 8), "out": (501, 9)}, {"softcap": 0.5, "ignore_index": -100}
     forward = Call("selected", False, {**read, "out": out, "entropy_out": None, **kept}, strides, flags, 8, 6, 3)
-    gradients, strides = (
-        {**read, **kept, "d": d, "d_entropy": dh, "dlogits": dx},
-        {"logits": (500, 8), "dlogits": (501, 9)},
-    )
+    gradients = {**read, **kept, "d": d, "d_entropy": dh, "dlogits": dx}
+    strides = {"logits": (500, 8), "dlogits": (501, 9)}
     backward = forward._replace(backward=True, tensors=gradients, strides=strides)
-    for name, call in (("log_prob", forward), ("log_prob_backward", backward)):
-        function = kernel(name, number, calls)
-        address = ctypes.cast(function, POINTER).value
-        assert LIB.fn_run_triton(address, c_abi.pack_alone(call), 6) == 0
-    before = [t.data_ptr() for t in (logits, ids, temperature)]
-    kept, numbers = [t.data_ptr() for t in (m, s, entropy)], (8, 2, -100, 1, 0.5)
-    lies = (8, 9, 0, 3, 476, 474, 0)
-    assert calls[2][0] == (*before, *[out.data_ptr()] * 2, *kept, *[None] * 3, *lies, *numbers, 2, 0, 0, 6, 1, 1)
-    of_d, lies = (d.data_ptr(), d.data_ptr(), dh.data_ptr()), (8, 9, 8, 3, 476, 474, 0)
-    assert calls[9][0] == (*before, *[dx.data_ptr()] * 2, *kept, *of_d, *lies, *numbers, 3, 0, 0, 6, 1, 1)
-    plain, function = forward._replace(inner=6, flags={"softcap": 0.5}), kernel("log_prob", number, calls)
-    assert LIB.fn_run_triton(ctypes.cast(function, POINTER).value, c_abi.pack_alone(plain), 6) == 0
-    assert calls[-1][0][14:22] == (6, 0, 0, 0, 8, 2, 0, 0)
+    before, kept, numbers = addresses(*read.values()), addresses(*kept.values()), (8, 2, -100, 1, 0.5)
+    pointers, lies = (*before, *addresses(out, out), *kept, *[None] * 3), (8, 9, 0, 3, 476, 474, 0)
+    found = given("log_prob", c_abi.pack_alone(forward), 6, dtype)[2]
+    assert found == (*pointers, *lies, *numbers, 2, 0, 0, 6, 1, 1)
+    pointers, lies = (*before, *addresses(dx, dx), *kept, *addresses(d, d, dh)), (8, 9, 8, 3, 476, 474, 0)
+    found = given("log_prob_backward", c_abi.pack_alone(backward), 6, dtype)[3]
+    assert found == (*pointers, *lies, *numbers, 3, 0, 0, 6, 1, 1)
+    plain = forward._replace(inner=6, flags={"softcap": 0.5})
+    assert given("log_prob", c_abi.pack_alone(plain), 6, dtype)[-1][14:22] == (6, 0, 0, 0, 8, 2, 0, 0)
 
 
 #: Optional steps of a gate, each of which takes a kernel of its own.
@@ -367,15 +348,10 @@ def gate_variant(y, z, activation="silu", between=None, gradients=False, **more)
 
 def log_prob_variants(logits):
     """The kernels of log-probabilities, and of their gradients."""
-    wide = F64 if logits == F64 else F32
-    for name in ("log_softmax", "logsumexp", "selected", "selected_and_entropy"):
-        ids, whole = torch.int64 if "selected" in name else None, name == "log_softmax"
-        result, given = logits if whole else wide, (logits if ids is not None else None)
-        entropy = wide if "entropy" in name else None
-        capped, lies = ids is not None, (1000, 1, True)
-        yield triton_cpu.log_prob_variant(LogProbKind(name, logits, result, ids, given, None, None, capped, *lies))
-        backward = (name, logits, logits, ids, given, result, entropy, capped, *lies)
-        yield triton_cpu.log_prob_variant(LogProbKind(*backward))
+    for kind in log_probabilities(logits, 1000, 1):
+        selects = kind.ids is not None
+        kind = kind._replace(temperature=logits if selects else None, capped=selects, two_levels=True)
+        yield triton_cpu.log_prob_variant(kind)
 
 
 #: What `cpu/run/triton_programs.c` gives a kernel, in this order.
@@ -426,16 +402,12 @@ def test_c_and_the_kernels_agree_on_the_arguments(variant):
     assert kinds[pointers:] == ["i64"] * integers + [real] * reals + ["fp32"] * floats
 
 
+TYPES = ["ptr"] * 8 + ["i64"] * 16 + ["double"] * 3 + ["i32"] * 6
+OF_DOUBLES = f"define void @forward({', '.join(f'{kind} %{i}' for i, kind in enumerate(TYPES))}) #0 {{"
+
+
 @pytest.mark.parametrize(
-    "definition",
-    [
-        "define void @forward(ptr %0, i64 %1) #0 {",
-        "define void @forward() #0 {",
-        "nothing",
-        "define void @forward("
-        + ", ".join(f"{kind} %{i}" for i, kind in enumerate(["ptr"] * 8 + ["i64"] * 16 + ["double"] * 3 + ["i32"] * 6))
-        + ") #0 {",
-    ],
+    "definition", ["define void @forward(ptr %0, i64 %1) #0 {", "define void @forward() #0 {", "nothing", OF_DOUBLES]
 )
 def test_a_kernel_that_takes_something_else_is_refused(definition):
     found = SimpleNamespace(metadata=SimpleNamespace(name="forward"), asm={"llir": definition})
@@ -444,7 +416,7 @@ def test_a_kernel_that_takes_something_else_is_refused(definition):
     with pytest.raises(fusednorm.BackendError, match="take other arguments than fusednorm gives them"):
         program._check(found)
     program.variant = SimpleNamespace(accumulator=F64)
-    if "double" in definition:
+    if definition == OF_DOUBLES:
         found.asm["llir"] = definition.replace("ptr %0", "ptr readonly captures(address, none) %0")
         program._check(found)
 
@@ -770,11 +742,7 @@ def test_the_end_of_the_process_waits_for_one_kernel_at_most():
     while not compiler._queue: pass
     time.sleep(0.1)
     """
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.split() == ["loads", "loaded"]
+    assert printed_by(code, timeout=60).split() == ["loads", "loaded"]
 
 
 def test_a_process_compiles_for_this_one(monkeypatch):
@@ -870,11 +838,7 @@ print("good")
 @pytest.mark.parametrize("then", ["end", "wait", "fork"])
 def test_in_the_background(then, tmp_path):
     """From an empty cache: the same bits before and after; an end at once, and a fork, disturb nothing."""
-    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "FUSEDNORM_PREWARM": ""}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", REAL, then], capture_output=True, text=True, env=environment, timeout=300
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "good\n", "")
+    assert printed_by(REAL, then, timeout=300, TRITON_CACHE_DIR=str(tmp_path), FUSEDNORM_PREWARM="") == "good\n"
 
 
 @real
