@@ -4,19 +4,21 @@ import ctypes
 import enum
 import importlib.util
 import itertools
-import logging
 import os
 import re
 import shutil
 import struct
 import subprocess
 import sys
-import textwrap
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import kernel_kinds
 import pytest
 import torch
+from kernel_kinds import alone, named, on, quantized
+from surroundings import printed_by
 
 import fusednorm
 from fusednorm import Quantization, quantizations
@@ -27,10 +29,8 @@ from fusednorm.backends.cuda import products as cuda_products
 from fusednorm.backends.kernel_keys import (
     BackwardKind,
     ForwardKind,
-    GateKind,
     GateOfNorm,
     LogProbKind,
-    QuantizerKind,
     RotationKind,
     fuses,
     lacking,
@@ -43,6 +43,8 @@ from fusednorm.conformance.test_int8_linear import tensors
 from fusednorm.engine import choose
 from fusednorm.engine import run_norms as front_end
 from fusednorm.tools import doctor
+
+from ptx.launch import Attribute, Config
 
 compiles = pytest.mark.skipif(
     importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None,
@@ -82,139 +84,58 @@ def tool(name):
     return next(path for nvidia in folders for path in Path(nvidia).rglob(name) if path.is_file())
 
 
-def printed(option, code, folder):
-    """What cuobjdump says of machine code."""
-    file = folder / "kernel.cubin"
-    file.write_bytes(code)
-    environment = {**os.environ, "PATH": f"{tool('nvdisasm').parent}{os.pathsep}{os.environ['PATH']}"}
-    command = [tool("cuobjdump"), option, file]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+class Code:
+    """The machine code of a kernel, which spills nothing, and takes no more than a block has."""
+
+    def __init__(self, variant, capability, folder):
+        file = folder / "kernel.cubin"
+        file.write_bytes(cuda_compiler.compiled(variant, capability))
+        environment = {**os.environ, "PATH": f"{tool('nvdisasm').parent}{os.pathsep}{os.environ['PATH']}"}
+        command = [tool("cuobjdump"), "-res-usage", "-sass", file]
+        listing = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+        line = r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?"
+        self.instructions = re.findall(line + r"([A-Z][\w.]+)", listing, re.MULTILINE)
+        #: Where instructions that store 16 bytes add something to an address: what they add.
+        stores = re.findall(line + r"STG\S*\.128\S* .*\+0x([0-9a-f]+)\]", listing, re.MULTILINE)
+        self.offsets = [int(offset, 16) for offset in stores]
+        used = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", listing)
+        registers, stack, shared = map(int, used.groups())
+        assert stack == 0, variant
+        assert self.named("LDL", "STL") == [], variant
+        assert registers * variant.threads <= 65536, variant
+        assert shared <= 48 * 1024, variant
+
+    def named(self, *names):
+        """The instructions whose names begin so."""
+        return [instruction for instruction in self.instructions if instruction.startswith(names)]
 
 
-def resources(code, folder):
-    """Registers and bytes of stack of a thread, and bytes of shared memory of a block."""
-    used = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", printed("-res-usage", code, folder))
-    return tuple(map(int, used.groups()))
-
-
-def instructions_of(code, folder):
-    """The names of the instructions, and where those that store 16 bytes add something to an address, what they add."""
-    listing = printed("-sass", code, folder)
-    line = r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?"
-    stores = re.findall(line + r"STG\S*\.128\S* .*\+0x([0-9a-f]+)\]", listing, re.MULTILINE)
-    return re.findall(line + r"([A-Z][\w.]+)", listing, re.MULTILINE), [int(offset, 16) for offset in stores]
-
-
-def without_spills(variant, capability, folder):
-    """What :func:`instructions_of` a kernel says; it spills nothing, and takes no more than a block has."""
-    code = cuda_compiler.compiled(variant, capability)
-    registers, stack, shared = resources(code, folder)
-    instructions, offsets = instructions_of(code, folder)
-    assert stack == 0, variant
-    assert not [i for i in instructions if i.startswith(("LDL", "STL"))], variant
-    assert registers * variant.threads <= 65536, variant
-    assert shared <= 48 * 1024, variant
-    return instructions, offsets
+def exact_ptx(variant, capability):
+    """The PTX of a kernel, where nothing is fused, flushed or approximate."""
+    ptx = cuda_compiler.compiled(variant, capability + 4).decode()  # NVRTC does not know such a GPU
+    assert not re.findall(r"\bfma\b|\.ftz|\.approx", ptx), variant
+    return ptx
 
 
 @compiles
-@pytest.mark.parametrize(("capability", "x", "residual", "size"), MACHINE_CODE, ids=lambda of: str(of).split(".")[-1])
+@pytest.mark.parametrize(("capability", "x", "residual", "size"), MACHINE_CODE, ids=named)
 def test_machine_code(tmp_path, capability, x, residual, size):
     """Accesses of 16 bytes (32 from sm_100 on) to whole sectors, and nothing spilled."""
     for name, variant in variants(x, residual, size, 32, capability).items():
-        instructions, offsets = without_spills(variant, capability, tmp_path)
+        code = Code(variant, capability, tmp_path)
         widest = ".256" if capability >= 100 else ".128"
-        loads = [i for i in instructions if i.startswith("LDG")]
-        stores = [i for i in instructions if i.startswith("STG")]
+        loads, stores = code.named("LDG"), code.named("STG")
         if name == "sums":  # by columns, one per lane
             continue
-        assert {i for i in loads if widest in i}, name
-        assert {i for i in stores if widest in i}, name
+        assert any(widest in i for i in loads), name
+        assert any(widest in i for i in stores), name
         narrow = [i for i in loads + stores if ".128" not in i and ".256" not in i]
         # A row's root is one number.
         assert len(narrow) <= 17, (name, narrow)
         if x == BF16 and capability >= 80:  # elements are widened and rounded in pairs: no half of a word is moved
-            assert sum(i.startswith("PRMT") for i in instructions) <= 4, name
+            assert len(code.named("PRMT")) <= 4, name
         if name != "forward":  # memory is written in sectors of 32 bytes: no lane stores two halves of one
-            assert not [offset for offset in offsets if offset % 32], name
-
-
-def loads_of(variant, capability, folder):
-    """How many loads a kernel has, which spills nothing."""
-    return sum(i.startswith("LDG") for i in without_spills(variant, capability, folder)[0])
-
-
-@compiles
-@pytest.mark.parametrize(
-    ("capability", "x", "residual", "size"),
-    [
-        (90, BF16, BF16, 1024),
-        (90, BF16, BF16, 8192),
-        (90, F32, F32, 16384),
-        (90, BF16, BF16, 200_000),
-        (75, BF16, F32, 4096),
-        (100, BF16, BF16, 65536),
-    ],
-    ids=lambda of: str(of).split(".")[-1],
-)
-def test_machine_code_of_a_norm_before_the_addition(tmp_path, capability, x, residual, size):
-    """Nothing spilled, and only x is read once more, where a row is too long for registers."""
-    for weight, out in ((x, x), (None, None)):
-        kind = ForwardKind(x, residual, weight, out, residual, size, True, False, False, False, 32)
-        variant = cuda_kernels.forward_variant(kind._replace(first=FirstNorm(x, x)), capability)
-        loads = loads_of(variant, capability, tmp_path)
-        bytes_of_lane = 32 * (2 * x.itemsize + residual.itemsize + (0 if weight is None else x.itemsize))
-        if variant.kernel == "forward":  # all four operands once, or all three
-            assert loads == bytes_of_lane // (32 if capability >= 100 else 16)
-
-
-@compiles
-@pytest.mark.parametrize(
-    ("capability", "x", "residual", "size"),
-    [
-        (90, BF16, BF16, 128),
-        (90, BF16, BF16, 8192),
-        (90, F32, F32, 16384),
-        (90, F64, F64, 16384),
-        (90, BF16, BF16, 200_000),
-        (75, BF16, F32, 4096),
-        (100, F32, F32, 65536),
-    ],
-    ids=lambda of: str(of).split(".")[-1],
-)
-def test_machine_code_of_what_is_around_a_norm(tmp_path, capability, x, residual, size):
-    """Nothing spilled, and each operand is read once, where a row fits the registers."""
-    for around in (AroundNorm(x, False, True), AroundNorm(x, True, True)):
-        kind = ForwardKind(x, residual, x, x, residual, size, True, False, False, False, 32, around=around)
-        variant = cuda_kernels.forward_variant(kind, capability)
-        loads = loads_of(variant, capability, tmp_path)
-        if variant.kernel == "forward":  # a lane has 32 elements of x; where half a warp has a row, of 8 columns
-            columns = 8 if size == 128 and not around.of_heads else 32
-            read = 32 * (x.itemsize + residual.itemsize) + columns * 2 * x.itemsize
-            assert loads == read // (32 if capability >= 100 else 16), around
-
-
-@compiles
-@pytest.mark.parametrize(
-    ("capability", "x", "residual", "size"),
-    [
-        (90, BF16, BF16, 128),
-        (90, F32, F32, 16384),
-        (90, F64, F64, 4096),
-        (75, BF16, F32, 4096),
-        (100, BF16, BF16, 200_000),
-    ],
-    ids=lambda of: str(of).split(".")[-1],
-)
-def test_machine_code_of_centered_rows(tmp_path, capability, x, residual, size):
-    """Nothing spilled, and each operand is read once, where a row fits the registers."""
-    plain = variants(x, residual, size, 32, capability)
-    for name, variant in variants(x, residual, size, 32, capability, center=True).items():
-        loads = loads_of(variant, capability, tmp_path)
-        if variant.kernel in ("forward", "backward_rows", "backward_blocks"):
-            assert loads == loads_of(plain[name], capability, tmp_path)
-        if name == "sums":
-            assert variant == plain[name]
+            assert not [offset for offset in code.offsets if offset % 32], name
 
 
 QUANTIZED = {
@@ -226,39 +147,88 @@ QUANTIZED = {
 }
 
 
-def quantized_kind(x, residual, size, quantization, normalises=True):
-    """The kind of a call that quantizes rows, alone or after a norm whose rows nobody else wants."""
-    quantizer = QuantizerKind(quantization, normalises, not normalises)
-    others = (residual, x, x, residual) if normalises else (None, None, x, None)
-    return ForwardKind(x, *others, size, True, False, False, False, 32, quantizer=quantizer)
+norm = partial(kernel_kinds.norm, alignment=32)
+
+#: Norms with one before the addition.
+NORM_FIRST = {
+    75: [norm(BF16, F32, 4096)],
+    90: [norm(BF16, BF16, 1024), norm(BF16, BF16, 8192), norm(F32, F32, 16384), norm(BF16, BF16, 200_000)],
+    100: [norm(BF16, BF16, 65536)],
+}
+#: With a bias and a scaled x, also of heads.
+AROUND = {
+    75: [norm(BF16, F32, 4096)],
+    90: [*(norm(BF16, BF16, size) for size in (128, 8192, 200_000)), norm(F32, F32, 16384), norm(F64, F64, 16384)],
+    100: [norm(F32, F32, 65536)],
+}
+#: With a gate, after the norm or before it.
+GATED = {
+    75: [norm(BF16, None, 4096)],
+    90: [norm(BF16, None, 128), norm(F32, None, 4096), norm(BF16, None, 200_000)],
+    100: [norm(BF16, None, 65536)],
+}
+
+
+def norms_with_more():
+    """All of them, with their compute capabilities."""
+    for capability, kind in on(NORM_FIRST):
+        kind = kind._replace(first=FirstNorm(kind.x, kind.x))
+        yield from ((capability, kind), (capability, kind._replace(weight=None, out=None)))
+    for (capability, kind), of_heads in itertools.product(on(AROUND), (False, True)):
+        yield capability, kind._replace(around=AroundNorm(kind.x, of_heads, True))
+    for capability, kind, names in (
+        (75, norm(BF16, F32, 4096), ("int8", "float8 blocks")),
+        (80, norm(BF16, BF16, 65536), ("int8",)),
+        (90, norm(BF16, BF16, 4096), tuple(QUANTIZED)),
+        (90, norm(BF16, BF16, 128), ("float8", "zero points")),
+        (90, norm(F32, F32, 16384), ("float8 blocks",)),
+        (90, norm(F64, F64, 4096), ("zero points",)),
+        (90, norm(BF16, BF16, 200_000), ("float8",)),
+        (100, norm(BF16, BF16, 65536), ("float8", "float8 blocks")),
+    ):
+        for name in names:
+            after_norm = quantized(kind, QUANTIZED[name])
+            yield from ((capability, after_norm), (capability, alone(after_norm)))
+    for capability, kind in on(GATED):
+        yield from ((capability, kind._replace(gate=GateOfNorm("silu", kind.x, between))) for between in (kind.x, None))
 
 
 @compiles
-@pytest.mark.parametrize(
-    ("capability", "x", "residual", "size", "names"),
-    [
-        (90, BF16, BF16, 4096, tuple(QUANTIZED)),
-        (90, BF16, BF16, 128, ("float8", "zero points")),
-        (90, F32, F32, 16384, ("float8 blocks",)),
-        (90, F64, F64, 4096, ("zero points",)),
-        (90, BF16, BF16, 200_000, ("float8",)),
-        (75, BF16, F32, 4096, ("int8", "float8 blocks")),
-        (80, BF16, BF16, 65536, ("int8",)),
-        (100, BF16, BF16, 65536, ("float8", "float8 blocks")),
-    ],
-    ids=lambda of: str(of).split(".")[-1],
-)
-def test_machine_code_of_a_quantizer(tmp_path, capability, x, residual, size, names):
+@pytest.mark.parametrize(("capability", "kind"), [*norms_with_more()], ids=named)
+def test_machine_code_of_a_norm_with_more(tmp_path, capability, kind):
     """Nothing spilled, and each operand is read once, where a row fits the registers."""
-    for name, normalises in itertools.product(names, (True, False)):
-        kind = quantized_kind(x, residual, size, QUANTIZED[name], normalises)
-        variant = cuda_kernels.forward_variant(kind, capability)
-        assert variant.kernel.startswith("forward" if normalises else "quantize")
-        loads = loads_of(variant, capability, tmp_path)
-        if not variant.kernel.endswith("wide"):  # a lane has 32 elements; where half a warp has a row, 8 of the weight
-            weight = (8 if size == 128 else 32) * x.itemsize
-            read = 32 * (x.itemsize + residual.itemsize) + weight if normalises else 32 * x.itemsize
-            assert loads == read // (32 if capability >= 100 else 16)
+    variant = cuda_kernels.forward_variant(kind, capability)
+    quantizes_alone = kind.quantizer is not None and not kind.quantizer.normalises
+    assert variant.kernel.removesuffix("_wide") == ("quantize" if quantizes_alone else "forward")
+    loads = Code(variant, capability, tmp_path).named("LDG")
+    if not variant.kernel.endswith("_wide"):
+        # A lane has 32 elements; where half a warp has a row, 8 of what all rows share.
+        shared = 8 if kind.hidden_size == 128 and not (kind.around and kind.around.of_heads) else 32
+        elements = {"x": 32, "residual": 32, "z": 32, "weight": shared, "first_weight": shared, "bias": shared}
+        types = kind.operands()
+        read = sum(count * types[name].itemsize for name, count in elements.items() if types[name] is not None)
+        assert len(loads) == read // (32 if capability >= 100 else 16)
+
+
+CENTERED = {
+    75: [norm(BF16, F32, 4096)],
+    90: [norm(BF16, BF16, 128), norm(F32, F32, 16384), norm(F64, F64, 4096)],
+    100: [norm(BF16, BF16, 200_000)],
+}
+
+
+@compiles
+@pytest.mark.parametrize(("capability", "kind"), on(CENTERED), ids=named)
+def test_machine_code_of_centered_rows(tmp_path, capability, kind):
+    """Nothing spilled, and each operand is read once, where a row fits the registers."""
+    given = (kind.x, kind.residual, kind.hidden_size, 32, capability)
+    plain = variants(*given)
+    for name, variant in variants(*given, center=True).items():
+        loads = Code(variant, capability, tmp_path).named("LDG")
+        if variant.kernel in ("forward", "backward_rows", "backward_blocks"):
+            assert len(loads) == len(Code(plain[name], capability, tmp_path).named("LDG"))
+        if name == "sums":
+            assert variant == plain[name]
 
 
 @compiles
@@ -266,14 +236,11 @@ def test_machine_code_of_a_quantizer(tmp_path, capability, x, residual, size, na
 def test_the_gpu_rounds_to_8_bits_where_it_can(monkeypatch, capability):
     """From compute capability 8.9 on, two elements at a time, in the rows of a norm and alone."""
     options = cuda_compiler.options
-
-    def as_ptx(*given):
-        return [option.replace("=sm_", "=compute_") for option in options(*given)]
-
+    as_ptx = lambda *given: [option.replace("=sm_", "=compute_") for option in options(*given)]  # noqa: E731
     monkeypatch.setattr(cuda_compiler, "options", as_ptx)
     for dtype, normalises in ((torch.float8_e4m3fn, True), (torch.float8_e5m2, False), (torch.int8, False)):
-        kind = quantized_kind(BF16, BF16, 4096, Quantization(dtype), normalises)
-        variant = cuda_kernels.forward_variant(kind, capability)
+        kind = quantized(norm(BF16, BF16, 4096), Quantization(dtype))
+        variant = cuda_kernels.forward_variant(kind if normalises else alone(kind), capability)
         ptx = cuda_compiler.compiled(variant, capability).decode()
         found = re.findall(r"cvt\.rn\.satfinite\.(e\dm\d)x2\.f32", ptx)
         rounds = dtype.is_floating_point and capability >= 89
@@ -283,7 +250,7 @@ def test_the_gpu_rounds_to_8_bits_where_it_can(monkeypatch, capability):
 def test_int8_and_uint8_share_a_kernel_and_numbers_are_arguments():
     """Floors, limits and ranges load no other kernel, and a group as long as the row is the row."""
     found = {
-        cuda_kernels.forward_variant(quantized_kind(BF16, BF16, 4096, quantization), 90)
+        cuda_kernels.forward_variant(quantized(norm(BF16, BF16, 4096), quantization), 90)
         for quantization in (
             Quantization(torch.int8),
             Quantization(torch.uint8, scale_floor=1e-3),
@@ -293,59 +260,36 @@ def test_int8_and_uint8_share_a_kernel_and_numbers_are_arguments():
     assert len(found) == 1
 
 
-def test_groups_that_are_torchs():
-    for group, hidden_size, fused in (
-        (1, 96, 1),
-        (64, 64, 1),
-        (96, 96, 1),
-        (96, 192, 0),
-        (1024, 4096, 1),
-        (2048, 4096, 0),
-    ):
-        assert fuses(group, hidden_size) == fused
-
-
-@compiles
 @pytest.mark.parametrize(
-    ("capability", "dtype", "size"),
-    [(75, BF16, 4096), (90, BF16, 128), (90, F32, 4096), (90, BF16, 200_000), (100, BF16, 65536)],
-    ids=lambda of: str(of).split(".")[-1],
+    ("group", "hidden_size", "fused"),
+    [(1, 96, 1), (64, 64, 1), (96, 96, 1), (96, 192, 0), (1024, 4096, 1), (2048, 4096, 0)],
 )
-def test_machine_code_of_a_norm_with_a_gate(tmp_path, capability, dtype, size):
-    """Nothing spilled, and each operand is read once, where a row fits the registers."""
-    for between in (dtype, None):
-        gate = GateOfNorm("silu", dtype, between)
-        kind = ForwardKind(dtype, None, dtype, dtype, None, size, True, False, False, False, 32, gate=gate)
-        variant = cuda_kernels.forward_variant(kind, capability)
-        loads = loads_of(variant, capability, tmp_path)
-        if variant.kernel == "forward":  # a lane has 32 elements; where half a warp has a row, 8 of the weight
-            read = (32 + 32 + (8 if size == 128 else 32)) * dtype.itemsize
-            assert loads == read // (32 if capability >= 100 else 16)
+def test_groups_that_are_torchs(group, hidden_size, fused):
+    assert fuses(group, hidden_size) == fused
 
 
 @compiles
 @pytest.mark.parametrize(
-    ("capability", "dtype", "size", "pairs", "interleaved"),
+    ("capability", "dtype", "size", "interleaved"),
     [
-        (75, F16, 128, 64, False),
-        (90, BF16, 128, 64, False),
-        (90, BF16, 128, 64, True),
-        (90, F32, 256, 128, False),
-        (100, BF16, 256, 128, False),
+        (75, F16, 128, False),
+        (90, BF16, 128, False),
+        (90, BF16, 128, True),
+        (90, F32, 256, False),
+        (100, BF16, 256, False),
     ],
-    ids=lambda of: str(of).split(".")[-1],
+    ids=named,
 )
-def test_machine_code_of_a_rotation(tmp_path, capability, dtype, size, pairs, interleaved):
+def test_machine_code_of_a_rotation(tmp_path, capability, dtype, size, interleaved):
     """Nothing spilled, nothing fused, and heads, weights and tables of halves are read in whole vectors."""
-    rest = (False, False, False, interleaved, size, pairs, 32)
+    rest = (False, False, False, interleaved, size, size // 2, 32)
     kind = RotationKind(dtype, dtype, dtype, None, F32, F32, dtype, None, True, *rest)
     variant = cuda_kernels.rotation_variant(kind, capability)
-    loads = loads_of(variant, capability, tmp_path)
     at_once = 32 if capability >= 100 else 16
     of_tables = 2 * 32 if interleaved else 2 * 32 * F32.itemsize // at_once
-    assert loads == 2 * 32 * dtype.itemsize // at_once + of_tables
-    ptx = cuda_compiler.compiled(variant, capability + 4).decode()
-    assert not re.findall(r"\bfma\b|\.ftz|\.approx", ptx)
+    loads = Code(variant, capability, tmp_path).named("LDG")
+    assert len(loads) == 2 * 32 * dtype.itemsize // at_once + of_tables
+    exact_ptx(variant, capability)
 
 
 @compiles
@@ -353,77 +297,71 @@ def test_machine_code_of_a_rotation(tmp_path, capability, dtype, size, pairs, in
 @pytest.mark.parametrize(
     ("capability", "dtype", "size"),
     [(75, BF16, 151_936), (90, BF16, 151_936), (90, F32, 151_936), (90, F64, 32_000), (100, BF16, 128_256)],
-    ids=lambda of: str(of).split(".")[-1],
+    ids=named,
 )
 def test_machine_code_of_log_probabilities(tmp_path, capability, dtype, size, name):
     """Nothing spilled, also of rows that begin anywhere; nothing fused; and rows are read in whole vectors."""
-    wide, whole, selects = F64 if dtype == F64 else F32, name == "log_softmax", name.startswith("selected")
-    ids, entropy = torch.int64 if selects else None, wide if name == "selected_and_entropy" else None
-    capped_or_not = (False, True) if selects else (False,)
-    for d, capped, alignment in cases.covering((None, dtype if whole else wide), capped_or_not, (32, dtype.itemsize)):
+    wide, whole = F64 if dtype == F64 else F32, name == "log_softmax"
+    ids, entropy = (None, None) if whole else (torch.int64, wide)
+    at_once = 32 if capability >= 100 else 16
+    d_and_not = (None, dtype if whole else wide)
+    for d, capped, alignment in cases.covering(d_and_not, (False,) if whole else (False, True), (32, dtype.itemsize)):
         of_entropy = None if d is None else entropy
         out = dtype if whole or d is not None else wide
         kind = LogProbKind(name, dtype, out, ids, wide if capped else None, d, of_entropy, capped, size, alignment)
         variant = cuda_kernels.log_prob_variant(kind, capability)
         assert variant.cluster == (8 if capability >= 90 and size > 100_000 else 4 if capability >= 90 else 1)
-        instructions, _ = without_spills(variant, capability, tmp_path)
+        code = Code(variant, capability, tmp_path)
         if alignment == 32:
-            whole_vectors = ".256" if capability >= 100 else ".128"
             # Twice, to find the greatest and the sum; once more to write; a gradient reads once, and d twice.
             turns = (2 + whole) if d is None else 1 + 2 * whole
-            loads = sum(i.startswith("LDG") and whole_vectors in i for i in instructions)
-            wanted = turns * 32 * dtype.itemsize // (32 if capability >= 100 else 16)
+            loads = sum(f".{8 * at_once}" in i for i in code.named("LDG"))
+            wanted = turns * 32 * dtype.itemsize // at_once
             assert loads == wanted or (capability >= 100 and loads > wanted)  # there the compiler unrolls some loops
-    ptx = cuda_compiler.compiled(variant, capability + 4).decode()  # NVRTC does not know such a GPU
-    assert not re.findall(r"\bfma\b|\.ftz|\.approx", ptx)
+    exact_ptx(variant, capability)
 
 
-@compiles
-@pytest.mark.parametrize(
-    ("capability", "dtype", "activation"),
-    [
-        (75, BF16, "silu"),
-        (80, F16, "sigmoid"),
-        (90, BF16, "gelu_tanh"),
-        (90, F32, "silu"),
-        (90, F64, "gelu_tanh"),
-        (100, BF16, "silu"),
-    ],
-    ids=lambda of: str(of).split(".")[-1],
-)
-def test_machine_code_of_a_gate(tmp_path, capability, dtype, activation):
-    """Nothing spilled, each operand is one access, and an exponential takes few operations, each rounded by itself."""
-    vector = (32 if capability >= 100 else 16) // dtype.itemsize
+gate = partial(kernel_kinds.gate, alignment=32)
+#: With optional steps, and z and y that take turns.
+IN_STEPS = {"steps": GateSteps(7.0, 1.702, 1.0), "interleaved": True}
+GATES = {
+    75: [gate(BF16, "silu")],
+    80: [gate(F16, "sigmoid")],
+    90: [gate(BF16, "gelu_tanh"), gate(F32, "silu"), gate(F64, "gelu_tanh")],
+    100: [gate(BF16, "silu")],
+}
+GATES[90] += [gate(dtype, "silu", **IN_STEPS) for dtype in (BF16, F32, F64)]
+#: Additions and multiplications of an element, at most.
+MOST = {
     # Forwards there are two exponentials, of which the second is rarely taken.
-    most = (80, 60) if dtype == F64 else (55, 46)
-    for d in (None, dtype):
-        kind = GateKind(d, dtype, dtype, dtype, d, activation, None, 4096, 32)
-        variant = cuda_kernels.gate_variant(kind, capability)
-        assert variant.kernel == ("gate" if d is None else "gate_backward")
-        loads = loads_of(variant, capability, tmp_path)
-        assert loads == (2 if d is None else 3)
-        ptx = cuda_compiler.compiled(variant, capability + 4).decode()  # NVRTC does not know such a GPU
-        assert not re.findall(r"\bfma\b|\.ftz|\.approx", ptx)
-        real = "f64" if dtype == F64 else "f32"
-        quotients = len(re.findall(rf"(?:div|rcp)\.rn\.{real}", ptx))
-        assert quotients == vector * (1 if d is None or activation == "sigmoid" else 2)
-        counted = len(re.findall(rf"(?:add|sub|mul)(?:\.rn)?\.{real}", ptx))
-        assert counted <= vector * most[d is not None]
+    ("gate", F32): 55,
+    ("gate", F64): 80,
+    ("gate_backward", F32): 46,
+    ("gate_backward", F64): 60,
+    ("in steps", F32): 65,
+    ("in steps", F64): 90,
+}
 
 
 @compiles
-@pytest.mark.parametrize("dtype", [BF16, F32, F64], ids=lambda of: str(of).split(".")[-1])
-def test_machine_code_of_a_gate_in_steps(tmp_path, dtype):
-    """Nothing spilled, whole vectors although z and y take turns, and a few operations more."""
-    steps = GateSteps(7.0, 1.702, 1.0)
-    for d in (None, dtype):
-        kind = GateKind(d, dtype, dtype, dtype, d, "silu", None, 4096, 32, steps=steps, interleaved=True)
-        variant = cuda_kernels.gate_variant(kind, 90)
-        assert loads_of(variant, 90, tmp_path) == (2 if d is None else 3)
-        ptx = cuda_compiler.compiled(variant, 94).decode()  # NVRTC does not know such a GPU
-        assert not re.findall(r"\bfma\b|\.ftz|\.approx", ptx)
-        counted = len(re.findall(r"(?:add|sub|mul)(?:\.rn)?\.f\d\d", ptx))
-        assert counted <= 16 // dtype.itemsize * (90 if dtype == F64 else 65)
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(("capability", "kind"), on(GATES), ids=named)
+def test_machine_code_of_a_gate(tmp_path, capability, kind, backward):
+    """Nothing spilled, and an exponential takes few operations, each rounded by itself.
+
+    Each operand is one access, also where z and y take turns.
+    """
+    kind = kind._replace(d=kind.z, dz=kind.z) if backward else kind
+    variant = cuda_kernels.gate_variant(kind, capability)
+    assert variant.kernel == ("gate_backward" if backward else "gate")
+    assert len(Code(variant, capability, tmp_path).named("LDG")) == (3 if backward else 2)
+    ptx = exact_ptx(variant, capability)
+    real, vector = "f64" if kind.z == F64 else "f32", (32 if capability >= 100 else 16) // kind.z.itemsize
+    if not kind.interleaved:
+        quotients = len(re.findall(rf"(?:div|rcp)\.rn\.{real}", ptx))
+        assert quotients == vector * (2 if backward and kind.activation != "sigmoid" else 1)
+    counted = len(re.findall(r"(?:add|sub|mul)(?:\.rn)?\.f\d\d", ptx))
+    assert counted <= vector * MOST["in steps" if kind.interleaved else variant.kernel, kind.accumulator]
 
 
 @compiles
@@ -431,10 +369,8 @@ def test_machine_code_of_a_gate_in_steps(tmp_path, dtype):
 def test_rows_that_begin_anywhere(tmp_path, capability):
     for x, residual in (*TYPES, (F16, F16), (F64, F64)) if capability == 90 else TYPES:
         for size in (896, 16384) if capability == 90 else (16384,):
-            for name, variant in variants(x, residual, size, x.itemsize, capability).items():
-                registers, stack, _ = resources(cuda_compiler.compiled(variant, capability), tmp_path)
-                assert stack == 0, (x, residual, size, name)
-                assert registers * variant.threads <= 65536, (x, residual, size, name)
+            for variant in variants(x, residual, size, x.itemsize, capability).values():
+                Code(variant, capability, tmp_path)
 
 
 @compiles
@@ -443,25 +379,19 @@ def test_every_operation_is_rounded_by_itself(tmp_path):
     counts = set()
     for size in (1024, 4096, 8192, 5120):
         variant = variants(BF16, BF16, size, 16, 90)["forward"]
-        ptx = cuda_compiler.compiled(variant, 93).decode()  # NVRTC does not know 9.3
-        assert ".target sm_90" in ptx
-        assert not re.findall(r"\bfma\b|\.ftz|\.approx", ptx)
-        assert "sqrt.rn.f32" in ptx
-        assert "div.rn.f32" in ptx
-        instructions, _ = instructions_of(cuda_compiler.compiled(variant, 90), tmp_path)
-        counts.add(sum(i.startswith("FFMA") for i in instructions))
+        ptx = exact_ptx(variant, 90)
+        for text in (".target sm_90", "sqrt.rn.f32", "div.rn.f32"):
+            assert text in ptx
+        counts.add(len(Code(variant, 90, tmp_path).named("FFMA")))
     assert len(counts) == 1
     for variant in variants(F64, F64, 4096, 16, 90).values():
-        assert not re.findall(r"\bfma\b|\.approx", cuda_compiler.compiled(variant, 93).decode())
+        exact_ptx(variant, 90)
 
 
 @compiles
 def test_the_tree_takes_few_shuffles_and_one_barrier(tmp_path):
-    instructions, _ = instructions_of(
-        cuda_compiler.compiled(variants(BF16, BF16, 4096, 16, 90)["forward"], 90), tmp_path
-    )
-    assert sum(i.startswith("SHFL") for i in instructions) == 14
-    assert sum(i.startswith("BAR") for i in instructions) == 1
+    code = Code(variants(BF16, BF16, 4096, 16, 90)["forward"], 90, tmp_path)
+    assert (len(code.named("SHFL")), len(code.named("BAR"))) == (14, 1)
 
 
 @compiles
@@ -487,9 +417,14 @@ def test_a_layout_depends_on_the_row_alone():
                 assert not layout.full or layout.wide or covered == size
 
 
-VARIANT = cuda_kernels.forward_variant(
-    ForwardKind(BF16, BF16, BF16, BF16, BF16, 4096, True, False, False, False, 16), 90
-)
+VARIANT = cuda_kernels.forward_variant(norm(BF16, BF16, 4096, alignment=16), 90)
+
+
+def raising(error):
+    def function(*_):
+        raise error
+
+    return function
 
 
 @pytest.fixture
@@ -533,22 +468,31 @@ def test_another_source_driver_or_gpu_is_compiled_again(cache):
     assert cache.compiled == 4
 
 
+owned = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="this system's files have no owners")
+
+
+def rewritten(change):
+    """Changes the content of a file."""
+    return lambda file: file.write_bytes(change(file.read_bytes()))
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda content: content[:-1],
-        lambda content: content[:20],
-        lambda content: b"",
-        lambda content: content[:-1] + b"X",
-        lambda content: b"X" + content[1:],
-        lambda content: content[:32],
+        pytest.param(rewritten(lambda content: content[:-1]), id="truncated"),
+        pytest.param(rewritten(lambda content: content[:20]), id="shorter than its checksum"),
+        pytest.param(rewritten(lambda content: b""), id="empty"),
+        pytest.param(rewritten(lambda content: content[:-1] + b"X"), id="one byte wrong"),
+        pytest.param(rewritten(lambda content: b"X" + content[1:]), id="a wrong checksum"),
+        pytest.param(rewritten(lambda content: content[:32]), id="no code"),
+        pytest.param(lambda file: file.chmod(0o666), id="others can write it", marks=owned),
+        pytest.param(lambda file: file.chmod(0o620), id="a group can write it", marks=owned),
     ],
-    ids=["truncated", "shorter than its checksum", "empty", "one byte wrong", "a wrong checksum", "no code"],
 )
-def test_a_damaged_file_is_compiled_again(cache, spoil):
+def test_a_file_that_is_damaged_or_not_safe_is_compiled_again(cache, spoil):
     cache.asked()
     (file,) = cache.folder.iterdir()
-    file.write_bytes(spoil(file.read_bytes()))
+    spoil(file)
     assert cache.asked() == cache.asked() == 2
 
 
@@ -560,18 +504,6 @@ def test_a_file_that_was_renamed_is_compiled_again(cache):
     (other,) = set(cache.folder.iterdir()) - {file}
     os.replace(other, file)
     assert cache.asked() == cache.asked() == 3
-
-
-owned = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="this system's files have no owners")
-
-
-@owned
-def test_a_file_that_others_can_write_is_compiled_again(cache):
-    cache.asked()
-    (file,) = cache.folder.iterdir()
-    for count, mode in enumerate((0o666, 0o620), 2):
-        file.chmod(mode)
-        assert cache.asked() == cache.asked() == count
 
 
 def given_away(path, monkeypatch):
@@ -675,13 +607,8 @@ def test_on_a_full_disk_nothing_is_left_behind(cache, caplog):
 @pytest.mark.skipif(sys.platform != "linux", reason="these are Linux's variables and words")
 def test_rubbish_for_a_cache_folder(cache, caplog, monkeypatch, tmp_path, variables, problem):
     """Calls go on, and nothing is written to the working directory; a warning and the doctor say why."""
-    import pwd
-
-    def no_entry(user):
-        raise KeyError(user)
-
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(pwd, "getpwuid", no_entry)
+    monkeypatch.setattr("pwd.getpwuid", raising(KeyError("nobody")))
     for name in ("FUSEDNORM_CACHE_DIR", "HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
@@ -709,10 +636,9 @@ def test_an_empty_variable_names_no_cache_folder(cache, monkeypatch, tmp_path, v
 def test_without_a_place_to_write_calls_go_on(cache, caplog):
     cache.folder.parent.mkdir()
     cache.folder.write_text("not a folder")
-    with caplog.at_level(logging.WARNING, "fusednorm"):
-        assert cache.asked() == 1
-        assert cache.asked() == 2
-    assert len([r for r in caplog.records if "FUSEDNORM_CACHE_DIR" in r.getMessage()]) == 1
+    assert [cache.asked(), cache.asked()] == [1, 2]
+    (warning,) = (record.getMessage() for record in caplog.records)
+    assert "FUSEDNORM_CACHE_DIR" in warning
     assert "is no folder" in cuda_compiler.cache()["problem"]
 
 
@@ -741,9 +667,7 @@ def test_many_processes_at_once(tmp_path):
             os._exit(cuda_compiler._read(path) != code)
     assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
     """
-    command = [sys.executable, "-P", "-c", textwrap.dedent(code), tmp_path / "cuda"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (0, "")
+    printed_by(code, tmp_path / "cuda", timeout=120)
     assert [file.name for file in (tmp_path / "cuda").iterdir()] == ["kernel.bin"]
 
 
@@ -776,10 +700,7 @@ def test_eight_processes_find_an_empty_cache(tmp_path):
     names = sorted(path.name for path in cuda_compiler.cache_directory().iterdir())
     assert names == sorted(cuda_compiler._key(variant, 90, 13000) + ".bin" for variant in variants), names
     """
-    environment = {**os.environ, "FUSEDNORM_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-P", "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (0, "")
+    printed_by(code, timeout=120, FUSEDNORM_CACHE_DIR=str(tmp_path))
 
 
 class Status(enum.IntEnum):
@@ -793,24 +714,6 @@ class Status(enum.IntEnum):
 
 #: CUlaunchAttributeID, as docs.nvidia.com/cuda/cuda-driver-api has it.
 CLUSTER, EARLY = 4, 6
-
-
-class Attribute(ctypes.Structure):
-    """CUlaunchAttribute, as docs.nvidia.com/cuda/cuda-driver-api has it."""
-
-    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_uint * 16))
-
-
-class Config(ctypes.Structure):
-    """CUlaunchConfig, from the same page."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z")),
-        ("shared_bytes", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(Attribute)),
-        ("attribute_count", ctypes.c_uint),
-    )
 
 
 def forget():
@@ -830,10 +733,10 @@ def driver(monkeypatch):
     @ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
     def launch(config, function, arguments, extra):
         given = Config.from_address(config)
-        attributes = {given.attributes[i].id: given.attributes[i].value[0] for i in range(given.attribute_count)}
+        attributes = (Attribute * given.attribute_count).from_address(given.attributes or 0)
+        attributes = {attribute.id: attribute.value[0] for attribute in attributes}
         arguments = ctypes.string_at(ctypes.c_void_p.from_address(arguments).value, found.size)
-        names = ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared_bytes", "stream")
-        numbers = {name: getattr(given, name) for name in names}
+        numbers = {name: getattr(given, name) for name, _ in Config._fields_[:8]}
         found.launches.append(SimpleNamespace(function=function, attributes=attributes, arguments=arguments, **numbers))
         return found.statuses.pop(0) if found.statuses else Status.SUCCESS
 
@@ -842,18 +745,13 @@ def driver(monkeypatch):
         device[0] = 0
         return Status.SUCCESS if found.context else Status.INVALID_CONTEXT
 
-    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
-    def push(context):
-        found.pushed.append(context)
-        return Status.SUCCESS
-
-    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
-    def pop(context):
-        found.pushed.append("popped")
-        return Status.SUCCESS
-
-    functions = {"cuLaunchKernelEx": launch, "cuCtxGetDevice": current_device}
-    functions |= {"cuCtxPushCurrent": push, "cuCtxPopCurrent": pop}
+    of_context = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+    functions = {
+        "cuLaunchKernelEx": launch,
+        "cuCtxGetDevice": current_device,
+        "cuCtxPushCurrent": of_context(lambda context: found.pushed.append(context) or Status.SUCCESS),
+        "cuCtxPopCurrent": of_context(lambda context: found.pushed.append("popped") or Status.SUCCESS),
+    }
 
     def address(name, *_):
         return Status.SUCCESS, ctypes.cast(functions[name.decode()], ctypes.c_void_p).value, None
@@ -862,25 +760,21 @@ def driver(monkeypatch):
         found.loaded += 1
         return Status.SUCCESS, code
 
-    def set_attribute(function, attribute, value):
-        setattr(found, attribute, value)
-        return (Status.SUCCESS,)
-
-    def set_context(context):
-        found.context = context
+    def noted(name, value):
+        setattr(found, name, value)
         return (Status.SUCCESS,)
 
     api = SimpleNamespace(
         CUresult=Status,
         CUfunction_attribute=SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="shared"),
         cuDriverGetVersion=lambda: (Status.SUCCESS, 13000),
-        cuFuncSetAttribute=set_attribute,
+        cuFuncSetAttribute=lambda function, name, value: noted(name, value),
         cuModuleLoadData=load,
         cuModuleGetFunction=lambda module, name: (Status.SUCCESS, 1234),
         cuGetProcAddress=address,
         cuCtxGetCurrent=lambda: (Status.SUCCESS, found.context),
         cuDevicePrimaryCtxRetain=lambda device: (Status.SUCCESS, 1000 + device),
-        cuCtxSetCurrent=set_context,
+        cuCtxSetCurrent=lambda context: noted("context", context),
     )
     monkeypatch.setattr(cuda_compiler, "bindings", lambda: (api, None))
     monkeypatch.setattr(cuda_compiler, "from_cache", lambda variant, capability: b"code")
@@ -987,9 +881,8 @@ def test_a_thread_without_a_context_gets_one(driver):
 def test_a_kernel_that_the_driver_does_not_load_raises(driver, monkeypatch):
     api, _ = cuda_compiler.bindings()
     monkeypatch.setattr(api, "cuModuleLoadData", lambda code: (Status.INVALID_IMAGE, None))
-    with pytest.raises(
-        fusednorm.BackendError, match=r"loading the kernel forward \(a driver as new as NVRTC.*INVALID_IMAGE"
-    ):
+    reason = r"loading the kernel forward \(a driver as new as NVRTC.*INVALID_IMAGE"
+    with pytest.raises(fusednorm.BackendError, match=reason):
         run(driver, 1, 4096)
     assert driver.launches == []
 
@@ -1081,13 +974,6 @@ def test_the_bindings_have_every_name_that_is_used():
     assert lacking(driver, cuda.DRIVER) == lacking(nvrtc, cuda.COMPILER) == ""
 
 
-def raising(error):
-    def function(*_):
-        raise error
-
-    return function
-
-
 @pytest.mark.parametrize(
     ("part", "function", "reason"),
     [
@@ -1153,8 +1039,7 @@ def test_libraries_that_are_no_driver(tmp_path):
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
     """
-    command = [sys.executable, "-P", "-c", textwrap.dedent(code), *(tmp_path / name for name in STUBS)]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    lines = printed_by(code, *(tmp_path / name for name in STUBS)).splitlines()
     assert len(lines) == len(STUBS)
     assert lines[0].startswith('no function: NVIDIA\'s driver cannot be used (Function "cuDriverGetVersion" not found)')
     assert lines[1].startswith(
@@ -1231,10 +1116,7 @@ def test_products_of_int8_where_those_of_torch_may_be_wrong(most):
     from fusednorm.backends.cuda import products
     print(torch.equal(torch._int_mm(q, weight.t()), exact.int()), products.is_right(torch.device("cpu")))
     """
-    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": most}
-    environment.pop("FUSEDNORM_BACKEND", None)
-    run = [sys.executable, "-P", "-c", textwrap.dedent(code)]
-    found = subprocess.run(run, capture_output=True, text=True, check=True, env=environment).stdout.split()
+    found = printed_by(code, ONEDNN_MAX_CPU_ISA=most, FUSEDNORM_BACKEND="").split()
     assert found[0] == found[1], "the check says of torch's product what it is"
 
 

@@ -27,6 +27,7 @@ from fusednorm.engine import run_norms
 from fusednorm.reference import norm as reference
 
 from fast_calls import fast_calls
+from ptx.launch import Config
 
 pytestmark = pytest.mark.skipif(
     "FUSEDNORM_EMULATED_SM" not in os.environ or os.environ["FUSEDNORM_BACKEND"] != "cuda" or not fast_path.OPEN,
@@ -859,12 +860,6 @@ def test_backward(case, needs, center, monkeypatch):
     for one, other, third in zip(got[:3], expected[:3], wanted, strict=True):
         assert (one is None) == (third is None)
         assert one is None or not (differing(one, other) | differing(one, third)).any()
-
-
-class Config(ctypes.Structure):
-    """The beginning of CUlaunchConfig (docs.nvidia.com/cuda/cuda-driver-api)."""
-
-    _fields_ = (("grid_x", ctypes.c_uint),)
 
 
 def backward_call(dy, h, rstd, weight, dx, dweight):

@@ -24,7 +24,8 @@ if "FUSEDNORM_EMULATED_SM" not in os.environ:
     pytest.skip("takes tests/machines/emulation/ptx", allow_module_level=True)
 
 from ptx import machine, text
-from ptx.triton import Config, have_context
+from ptx.launch import Attribute, Config
+from ptx.triton import have_context
 
 BACKEND = os.environ["FUSEDNORM_BACKEND"]
 
@@ -47,12 +48,6 @@ BEGIN = """
     add.s64 %b, %b, %at;
     add.s64 %d, %d, %at;
 """
-
-
-class Attribute(ctypes.Structure):
-    """CUlaunchAttribute."""
-
-    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_uint * 16))
 
 
 def run(body, a, b=None, threads=None, attributes=(), shared=0):

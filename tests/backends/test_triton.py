@@ -1,6 +1,7 @@
 """Triton's kernels as compiled code, for GPUs that need not be here, and the host's way to them."""
 
 import itertools
+import math
 import os
 import re
 import subprocess
@@ -740,6 +741,11 @@ def test_rows_eps_and_strides_never_compile_again(launches):
     assert len(launches.compiled) == 2 + 3  # the rows, the blocks' shares of the weight's gradient, and their sum
 
 
+def begins_at(offset, *shape, dtype=BF16):
+    """Zeros of this shape that begin at so many elements of their memory."""
+    return torch.zeros(math.prod(shape) + offset, dtype=dtype)[offset:].view(shape)
+
+
 def test_prewarm_compiles_all_that_calls_will_need(launches):
     """Compiled for a driver that takes the CPU's memory: afterwards no call of the kind compiles anything."""
     with fusednorm.use_backend("triton"):
@@ -747,8 +753,8 @@ def test_prewarm_compiles_all_that_calls_will_need(launches):
         compiled = len(launches.compiled)
         assert compiled > 0
         for offset in (0, 3):
-            row = lambda dtype, rows=6: torch.zeros(rows * 1024 + offset, dtype=dtype)[offset:].view(rows, 1024)  # noqa
-            leaves = [t.requires_grad_() for t in (row(BF16), row(F32), row(BF16, 1)[0])]
+            given = begins_at(offset, 6, 1024), begins_at(offset, 6, 1024, dtype=F32), begins_at(offset, 1024)
+            leaves = [t.requires_grad_() for t in given]
             fusednorm.rms_norm(leaves[0].detach(), leaves[2].detach(), weight_offset=0.5, eps=1e-3)
             outputs = fusednorm.fused_add_rms_norm(*leaves, weight_offset=0.5)
             torch.autograd.grad(outputs, leaves, [torch.zeros_like(t) for t in outputs])
@@ -771,8 +777,7 @@ def test_prewarm_compiles_what_is_around_a_norm(launches, around, kernels):
         fusednorm.prewarm(1024, BF16, **around)
         assert len(launches.compiled) == kernels
         for offset in (0, 3):
-            x = torch.zeros(6 * heads * 1024 + offset, dtype=BF16)[offset:].view(6, heads, 1024)
-            row = torch.zeros(heads * 1024 + offset, dtype=dtype)[offset:].view(heads, 1024)
+            x, row = begins_at(offset, 6, heads, 1024), begins_at(offset, heads, 1024, dtype=dtype)
             weight, bias = row if around.get("weight", True) else None, row if "bias" in around else None
             fusednorm.rms_norm(x, weight, bias=bias)
             fusednorm.fused_add_rms_norm(x, x, weight, bias=bias, x_scale=x_scale * 2 if x_scale != 1.0 else 1.0)
@@ -789,11 +794,8 @@ def test_prewarm_compiles_rotations(launches, interleaved):
         rotations = [variant.function.__name__ for variant in launches.compiled].count("rotate_tile")
         assert rotations == 2 * 2 * 3  # aligned or not, per row or by positions: a norm, with rstd, and back
         for offset in (0, 3):
-            q, k, weight = (
-                torch.zeros(n * 128 + offset, dtype=BF16)[offset:].view(*shape, 128)
-                for n, *shape in ((12, 3, 4), (6, 3, 2), (1,))
-            )
-            table, positions = torch.zeros(96 + offset)[offset:].view(3, 32), torch.zeros(3, dtype=torch.int64)
+            q, k, weight = (begins_at(offset, *shape, 128) for shape in ((3, 4), (3, 2), ()))
+            table, positions = begins_at(offset, 3, 32, dtype=F32), torch.zeros(3, dtype=torch.int64)
             for of_rows in (None, positions):
                 fusednorm.qk_norm_rope_(q, k, weight, weight, table, table, positions=of_rows, **flags)
                 leaves = [t.clone().requires_grad_() if offset == 0 else t.requires_grad_() for t in (q, k, weight)]
@@ -939,30 +941,27 @@ def test_tritons_own_code_calls_its_launcher(monkeypatch):
     assert ours[before + 5 :] == theirs[before + 5 :]
 
 
-def gone(owner, name):
-    return lambda monkeypatch: monkeypatch.delattr(owner, name)
-
-
-def changed(owner, name):
-    return lambda monkeypatch: monkeypatch.setattr(owner, name, lambda kernel, /, *arguments: None)
+USED = {
+    (triton, "compile"): "compile(src, target, options)",
+    (triton.compiler, "ASTSource"): "compiler.ASTSource(fn, signature, constexprs, attrs)",
+    (triton.compiler.CompiledKernel, "__getitem__"): "compiler.CompiledKernel.__getitem__(grid)",
+}
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("used", "named", "gone"),
     [
-        (gone(triton, "compile"), "compile(src, target, options)"),
-        (changed(triton, "compile"), "compile(src, target, options)"),
-        (gone(triton.compiler, "ASTSource"), "compiler.ASTSource(fn, signature, constexprs, attrs)"),
-        (changed(triton.compiler, "ASTSource"), "compiler.ASTSource(fn, signature, constexprs, attrs)"),
-        (gone(triton.compiler.CompiledKernel, "__getitem__"), "compiler.CompiledKernel.__getitem__(grid)"),
-        (changed(triton.compiler.CompiledKernel, "__getitem__"), "compiler.CompiledKernel.__getitem__(grid)"),
-        (gone(triton_kernels.forward, "arg_names"), "arg_names"),
+        *((used, named, gone) for used, named in USED.items() for gone in (True, False)),
+        ((triton_kernels.forward, "arg_names"), "arg_names", True),
     ],
 )
-def test_another_triton_is_a_reason(launches, monkeypatch, change, named):
+def test_another_triton_is_a_reason(launches, monkeypatch, used, named, gone):
     """Names that are not documented and gone, or that take other arguments: refused before anything is compiled."""
     assert triton_gpu.unavailable() == []
-    change(monkeypatch)
+    if gone:
+        monkeypatch.delattr(*used)
+    else:
+        monkeypatch.setattr(*used, lambda kernel, /, *arguments: None)
     expected = f"Triton {triton.__version__} lacks {named}, which fusednorm calls; update fusednorm, or `pip install"
     (reason,) = triton_gpu.unavailable()
     assert reason.startswith(expected)
@@ -971,9 +970,7 @@ def test_another_triton_is_a_reason(launches, monkeypatch, change, named):
     if "__getitem__" in named:  # C calls what is compiled for CPUs
         assert on_cpus == []
     else:
-        assert on_cpus[0].startswith(
-            f"Triton {triton.__version__} lacks {named}, which fusednorm calls; update fusednorm"
-        )
+        assert on_cpus[0].startswith(expected.partition(", or")[0])
         assert "pip install" not in on_cpus[0]
     launches.backend = "cuda"
     with fusednorm.use_backend("triton"), pytest.raises(fusednorm.BackendError, match=re.escape(expected)):

@@ -5,20 +5,9 @@ import struct
 from types import SimpleNamespace
 
 from ptx import machine
+from ptx.launch import Config
 
 PACKED = {"i64": "q", "i32": "i", "fp32": "f", "fp64": "d"}
-
-
-class Config(ctypes.Structure):
-    """CUlaunchConfig (docs.nvidia.com/cuda/cuda-driver-api)."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z")),
-        ("shared_bytes", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.c_void_p),
-        ("attribute_count", ctypes.c_uint),
-    )
 
 
 def have_context():
