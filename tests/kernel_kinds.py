@@ -2,7 +2,7 @@
 
 import torch
 
-from fusednorm.backends.kernel_keys import ForwardKind, GateKind, LogProbKind, QuantizerKind
+from fusednorm.backends.kernel_keys import BackwardKind, ForwardKind, GateKind, LogProbKind, QuantizerKind, RotationKind
 
 
 def on(kinds):
@@ -12,13 +12,22 @@ def on(kinds):
 
 def named(of):
     """What a parameter of a test is called: a GPU, or a kind of call by the length of its rows."""
-    return str(getattr(of, "arch", getattr(of, "hidden_size", of))).split(".")[-1]
+    for name in ("arch", "hidden_size", "size"):
+        of = getattr(of, name, of)
+    return str(of).split(".")[-1]
 
 
 def norm(x, residual, size, alignment, **more):
     """The kind of a forward pass of a norm."""
     kind = ForwardKind(x, residual, x, x, residual, size, True, False, False, False, alignment)
     return kind._replace(**more)
+
+
+def norm_backward(x, residual, size, alignment, **more):
+    """The kind of its backward pass, with all gradients."""
+    accumulator = torch.float64 if x == torch.float64 else torch.float32
+    dtypes = (x, residual, residual, x, x, None if residual == x else residual, x, accumulator)
+    return BackwardKind(*dtypes, size, False, alignment)._replace(**more)
 
 
 def quantized(norm, quantization):
@@ -36,6 +45,18 @@ def gate(dtype, activation, alignment, backward=False, **more):
     """The kind of a gate, or of its backward pass."""
     d = dtype if backward else None
     return GateKind(d, dtype, dtype, dtype, d, activation, None, 4096, alignment, **more)
+
+
+def rotation(x, size, pairs, alignment, interleaved=False, table=torch.float32, products=None):
+    """The kind of heads that are normalised and rotated."""
+    cos = table if pairs else None
+    about = (True, False, False, False, interleaved, size, pairs, alignment)
+    return RotationKind(x, x, x, products, cos, cos, x, None, *about)
+
+
+def rotated_alone(kind):
+    """The kind of the same heads that are not normalised."""
+    return kind._replace(normalised=False, weight=None)
 
 
 def log_probabilities(logits, size, alignment):

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import kernel_kinds
 import pytest
 import torch
-from kernel_kinds import alone, named, on, quantized
+from kernel_kinds import alone, named, norm_backward, on, quantized
 from surroundings import printed_by
 
 import fusednorm
@@ -26,15 +26,7 @@ from fusednorm.backends import cuda
 from fusednorm.backends.cuda import choice as cuda_kernels
 from fusednorm.backends.cuda import compiler as cuda_compiler
 from fusednorm.backends.cuda import products as cuda_products
-from fusednorm.backends.kernel_keys import (
-    BackwardKind,
-    ForwardKind,
-    GateOfNorm,
-    LogProbKind,
-    RotationKind,
-    fuses,
-    lacking,
-)
+from fusednorm.backends.kernel_keys import GateOfNorm, LogProbKind, fuses, lacking
 from fusednorm.calls import fast_path
 from fusednorm.calls.call import AroundNorm, FirstNorm, Flags, Forward, GateSteps, RMSNorm, operation_of
 from fusednorm.conformance import cases
@@ -67,13 +59,15 @@ MACHINE_CODE = [
 ]
 
 
+norm = partial(kernel_kinds.norm, alignment=32)
+gate = partial(kernel_kinds.gate, alignment=32)
+rotation = partial(kernel_kinds.rotation, alignment=32)
+
+
 def variants(x, residual, size, alignment, capability, center=False):
     """All kernels of both passes, by what they do."""
-    accumulator = F64 if x == F64 else F32
-    forward = ForwardKind(x, residual, x, x, residual, size, True, False, True, False, alignment, center=center)
-    dresidual = None if residual == x else residual
-    dtypes = (x, residual, residual, x, x, dresidual, x, accumulator)
-    backward = BackwardKind(*dtypes, size, False, alignment, center=center)
+    forward = norm(x, residual, size, alignment=alignment, rstd=True, center=center)
+    backward = norm_backward(x, residual, size, alignment, center=center)
     found = {"forward": cuda_kernels.forward_variant(forward, capability)}
     return {**found, **cuda_kernels.backward_variants(backward, capability)}
 
@@ -146,9 +140,6 @@ QUANTIZED = {
     "zero points": Quantization(torch.uint8, per=64, zero_point="before"),
 }
 
-
-norm = partial(kernel_kinds.norm, alignment=32)
-
 #: Norms with one before the addition.
 NORM_FIRST = {
     75: [norm(BF16, F32, 4096)],
@@ -170,7 +161,7 @@ GATED = {
 
 
 def norms_with_more():
-    """All of them, with their compute capabilities."""
+    """All of these norms, with their compute capabilities."""
     for capability, kind in on(NORM_FIRST):
         kind = kind._replace(first=FirstNorm(kind.x, kind.x))
         yield from ((capability, kind), (capability, kind._replace(weight=None, out=None)))
@@ -268,27 +259,22 @@ def test_groups_that_are_torchs(group, hidden_size, fused):
     assert fuses(group, hidden_size) == fused
 
 
+ROTATIONS = {
+    75: [rotation(F16, 128, 64)],
+    90: [rotation(BF16, 128, 64), rotation(BF16, 128, 64, interleaved=True), rotation(F32, 256, 128)],
+    100: [rotation(BF16, 256, 128)],
+}
+
+
 @compiles
-@pytest.mark.parametrize(
-    ("capability", "dtype", "size", "interleaved"),
-    [
-        (75, F16, 128, False),
-        (90, BF16, 128, False),
-        (90, BF16, 128, True),
-        (90, F32, 256, False),
-        (100, BF16, 256, False),
-    ],
-    ids=named,
-)
-def test_machine_code_of_a_rotation(tmp_path, capability, dtype, size, interleaved):
+@pytest.mark.parametrize(("capability", "kind"), on(ROTATIONS), ids=named)
+def test_machine_code_of_a_rotation(tmp_path, capability, kind):
     """Nothing spilled, nothing fused, and heads, weights and tables of halves are read in whole vectors."""
-    rest = (False, False, False, interleaved, size, size // 2, 32)
-    kind = RotationKind(dtype, dtype, dtype, None, F32, F32, dtype, None, True, *rest)
     variant = cuda_kernels.rotation_variant(kind, capability)
     at_once = 32 if capability >= 100 else 16
-    of_tables = 2 * 32 if interleaved else 2 * 32 * F32.itemsize // at_once
+    of_tables = 2 * 32 if kind.interleaved else 2 * 32 * F32.itemsize // at_once
     loads = Code(variant, capability, tmp_path).named("LDG")
-    assert len(loads) == 2 * 32 * dtype.itemsize // at_once + of_tables
+    assert len(loads) == 2 * 32 * kind.x.itemsize // at_once + of_tables
     exact_ptx(variant, capability)
 
 
@@ -321,7 +307,6 @@ def test_machine_code_of_log_probabilities(tmp_path, capability, dtype, size, na
     exact_ptx(variant, capability)
 
 
-gate = partial(kernel_kinds.gate, alignment=32)
 #: With optional steps, and z and y that take turns.
 IN_STEPS = {"steps": GateSteps(7.0, 1.702, 1.0), "interleaved": True}
 GATES = {

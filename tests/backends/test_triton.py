@@ -16,7 +16,7 @@ import kernel_kinds
 import pytest
 import torch
 from every_operation import DIFFERENTIATED, FUNCTIONS, MORE, clones, function_of, gradients, recorded
-from kernel_kinds import alone, log_probabilities, named, on, quantized
+from kernel_kinds import alone, log_probabilities, named, norm_backward, on, quantized, rotated_alone
 from surroundings import printed_by
 
 import fusednorm
@@ -60,6 +60,7 @@ NOT_EXACT = r"fma\.rn\.f(?:32|64)|mad\.f|\.ftz|\.approx|div\.full|\.local"
 
 norm = partial(kernel_kinds.norm, alignment=16)
 gate = partial(kernel_kinds.gate, alignment=16)
+rotation = partial(kernel_kinds.rotation, alignment=16)
 
 
 def chosen(kind, lanes):
@@ -73,10 +74,7 @@ def forward(x, residual, weight, size, lanes, alignment=16):
 
 
 def backward(x, residual, size, lanes):
-    accumulator = F64 if x == F64 else F32
-    other = None if residual == x else residual
-    kind = BackwardKind(x, residual, residual, x, x, other, x, accumulator, size, False, 16)
-    return triton_gpu.backward_variants(kind, lanes)
+    return triton_gpu.backward_variants(norm_backward(x, residual, size, alignment=16), lanes)
 
 
 def variants(x, residual, size, lanes):
@@ -147,14 +145,14 @@ GATED = {
 
 
 def norms_with_more():
-    """All of them, with their compute capabilities."""
+    """All of these norms, with their compute capabilities."""
     for (capability, kind), of_heads in itertools.product(on(AROUND), (False, True)):
         yield capability, kind._replace(around=AroundNorm(kind.x, of_heads, True))
     for capability, kind in on(CENTERED):
         yield capability, kind._replace(around=AroundNorm(kind.x, False, False))
     for capability, kind in on(GATED):
-        gates = (GateOfNorm("silu", kind.x, between) for between in (kind.x, F32, None))
-        yield from ((capability, kind._replace(gate=gate)) for gate in gates)
+        for between in (kind.x, F32, None):
+            yield capability, kind._replace(gate=GateOfNorm("silu", kind.x, between))
 
 
 @pytest.mark.parametrize(("capability", "kind"), [*norms_with_more()], ids=named)
@@ -172,16 +170,15 @@ def test_a_norm_with_more(capability, kind):
 @pytest.mark.parametrize(("capability", "kind"), on(CENTERED), ids=named)
 def test_gradients_of_a_layer_norm(capability, kind):
     """The gradient of a weight alone needs means before."""
-    x, residual, size = kind.x, kind.residual, kind.hidden_size
-    wide = F64 if x == F64 else F32
-    kind = BackwardKind(x, residual, residual, x, x, None, x, wide, size, False, 16, center=True)
+    residual, size = kind.residual, kind.hidden_size
+    kind = norm_backward(kind.x, residual, size, alignment=16, dresidual=None, center=True)
     variants = triton_gpu.backward_variants(kind, 32)
     assert list(variants) == (["both", "weight"] if 2048 < size <= 8192 else ["rows", "shares", "weight"])
     for variant in variants.values():
         Code(variant, capability)
-    alone = triton_gpu.backward_variants(kind._replace(dx=None), 32)
-    assert list(alone) == ["rows", "shares", "weight"]
-    loads = Code(alone["rows"], capability).loads
+    of_weight = triton_gpu.backward_variants(kind._replace(dx=None), 32)
+    assert list(of_weight) == ["rows", "shares", "weight"]
+    loads = Code(of_weight["rows"], capability).loads
     assert sum(loads) <= 32 * residual.itemsize + 32, "more than h is loaded for its mean"
 
 
@@ -273,8 +270,6 @@ def test_what_is_unlike_the_source_is_found(old, new, found):
 
 INT8, FP8_BLOCKS = Quantization(torch.int8), Quantization(torch.float8_e4m3fn, per=128)
 ZERO_POINTS = Quantization(torch.uint8, zero_point="after", apply="reciprocal")
-
-
 QUANTIZED = {
     75: [quantized(norm(F16, F32, 4096), FP8_BLOCKS)],
     90: [quantized(norm(BF16, BF16, 128), INT8), quantized(norm(BF16, BF16, 16384), FP8_BLOCKS)],
@@ -380,47 +375,39 @@ def test_products_of_int8_on_an_old_gpu(monkeypatch):
         assert reasons == [] if suits else "compute capability 8.0 and newer" in reasons[0]
 
 
-def rotation(x, size, pairs, interleaved=False, table=F32, normalised=True, products=None, alignment=16):
-    """The kernel's kind for heads of q and k."""
-    cos, weight = table if pairs else None, x if normalised else None
-    about = (normalised, False, False, False, interleaved, size, pairs, alignment)
-    return RotationKind(x, x, x, products, cos, cos, weight, None, *about)
-
-
 @pytest.mark.parametrize(
-    ("capability", "dtype", "size", "pairs", "interleaved", "registers"),
+    ("capability", "heads", "registers"),
     [
-        (75, F16, 128, 64, False, 64),
-        (90, BF16, 128, 64, False, 64),
-        (90, BF16, 128, 64, True, 64),
-        (90, BF16, 128, 0, False, 64),
-        (90, F32, 256, 128, False, 80),
-        (90, F64, 128, 64, False, 160),
-        (90, BF16, 128, 32, False, 128),
-        (75, F16, 80, 40, False, 128),
-        (100, BF16, 1024, 512, False, 80),
+        (75, rotation(F16, 128, 64), 64),
+        (90, rotation(BF16, 128, 64), 64),
+        (90, rotation(BF16, 128, 64, interleaved=True), 64),
+        (90, rotation(BF16, 128, 0), 64),
+        (90, rotation(F32, 256, 128), 80),
+        (90, rotation(F64, 128, 64, table=F64), 160),
+        (90, rotation(BF16, 128, 32), 128),
+        (75, rotation(F16, 80, 40), 128),
+        (100, rotation(BF16, 1024, 512), 80),
     ],
-    ids=str,
+    ids=named,
 )
-def test_a_rotation(capability, dtype, size, pairs, interleaved, registers):
+def test_a_rotation(capability, heads, registers):
     """Few registers and none spilled, every operation rounded by itself, and whole vectors of all operands.
 
     Where all of a head is rotated and its size is a power of two, nothing passes through shared memory, of heads that a
     warp has several of, and each operand is read once.
     """
-    table = F64 if dtype == F64 else F32
-    for normalised in (True, False) if pairs else (True,):
-        (variant,) = chosen(rotation(dtype, size, pairs, interleaved, table, normalised), 32)
+    for kind in (heads, rotated_alone(heads)) if heads.pairs else (heads,):
+        (variant,) = chosen(kind, 32)
         code = Code(variant, capability)
         assert code.registers <= registers
         assert set(code.loads) == set(code.stores) == {16}
-        assert sum(code.stores) == 16 * dtype.itemsize  # a thread has 16 numbers
+        assert sum(code.stores) == 16 * kind.x.itemsize  # a thread has 16 numbers
         barriers = code.ptx.count("bar.sync")
         if variant.constants["FORM"] == "parts":  # all threads have read before one stores, as that may be in place
-            assert barriers == (1 if pairs else 0)
+            assert barriers == (1 if kind.pairs else 0)
         else:
-            assert sum(code.loads) == 16 * (dtype.itemsize * (1 + normalised) + table.itemsize)
-            assert size > 512 or (barriers, code.shared) == (0, 0)
+            assert sum(code.loads) == 16 * (kind.x.itemsize * (1 + kind.normalised) + kind.cos.itemsize)
+            assert kind.size > 512 or (barriers, code.shared) == (0, 0)
 
 
 def amd_assembly(variant, kernel, spilled="[vs]gpr"):
@@ -466,9 +453,8 @@ def kinds_on_amd():
         yield GateKind(d, BF16, F32, F32, d, "gelu_tanh", BF16, 4000, 16), ""
         yield GateKind(d, BF16, BF16, BF16, d, "silu", BF16, 4000, 16, **in_steps), ""
     for kind in PRODUCTS:
-        # Matrix cores. Whole numbers as floats, from the halves of 64 bits where there are zero points: their sum is
-        # rounded once.
-        yield kind, r".*_i32_\w*i.*|v_cvt_f32_i32|v_cvt_f32_u32|v_ldexp_f32"
+        # Matrix cores; and whole numbers as floats, which are rounded once.
+        yield kind, r".*_i32_\w*i.*|v_cvt_f32_i32"
     for of_heads in (False, True):
         kind = norm(F32, F16, 4000, weight=F16, round_norm=True, around=AroundNorm(F16, of_heads, True))
         # Numbers of heads are divided by way of floating-point numbers.
@@ -476,7 +462,7 @@ def kinds_on_amd():
 
 
 @pytest.mark.parametrize("target", [AMD[1], AMD[3]], ids=named)
-@pytest.mark.parametrize(("kind", "more"), [*kinds_on_amd()], ids=named)
+@pytest.mark.parametrize(("kind", "more"), [*kinds_on_amd()], ids=lambda of: type(of).__name__)
 def test_more_on_amd(target, kind, more):
     """Nothing fused or approximate but in what divides and takes roots, nothing flushed, nothing spilled to memory."""
     (variant,) = chosen(kind, target.warp_size)
@@ -496,8 +482,8 @@ def test_rotations_on_amd(target):
 
     A head's number is divided by the number of heads, in 64 bits and by way of floating-point numbers.
     """
-    for size, pairs, interleaved, table, products in ((96, 48, False, F16, F16), (96, 32, True, F32, None)):
-        (variant,) = chosen(rotation(F16, size, pairs, interleaved, table, products=products), target.warp_size)
+    for kind in (rotation(F16, 96, 48, table=F16, products=F16), rotation(F16, 96, 32, interleaved=True)):
+        (variant,) = chosen(kind, target.warp_size)
         kernel = triton_host.compiled(variant, target)
         divided = {"fused": (2, 4), "reciprocals": (-1, -2)}  # once, or once for each of two layouts of threads
         for of in unlike_the_source("forward", F16, kernel):
@@ -516,8 +502,8 @@ def in_both_types():
         for d in (None, BF16):
             yield GateKind(d, y, z, F16, d and z, "silu", z, 1100, 4)
     for x, table in both:
-        for normalised in (True, False):
-            yield rotation(x, 64, 32, table=table, normalised=normalised, products=F16)
+        kind = rotation(x, 64, 32, table=table, products=F16)
+        yield from (kind, rotated_alone(kind))
     yield norm(BF16, F16, 1024)
     for hidden in (100, 4096, 70_000):
         for dy, h in both:
@@ -583,18 +569,16 @@ def test_few_blocks_are_added_in_few_steps():
 def test_a_launch_of_a_quantizer(launches):
     """Limits, floors, strides and other rows never compile again; rows that are too long are not taken."""
     wide = torch.zeros(9, 4096, dtype=BF16)
-    with fusednorm.use_backend("triton"):
-        for rows in (2, 9):
-            fusednorm.quantize(wide[:rows, : rows * 128], INT8)
+    for rows in (2, 9):
+        fusednorm.quantize(wide[:rows, : rows * 128], INT8)
     assert len(launches.compiled) == 2  # a row length each
-    with fusednorm.use_backend("triton"):
-        for rows in (2, 9):
-            fusednorm.rms_norm_quant(wide[:rows], quantization=INT8)
-            limited = replace(INT8, amax_floor=0.5, amax_limit=9.0, scale_floor=1e-3, qmax=100.0)
-            fusednorm.rms_norm_quant(wide.repeat(1, 2)[:rows, :4096], quantization=limited)
-        assert len(launches.compiled) == 3
-        x = wide.view(1, -1)
-        fusednorm.rms_norm_quant(x, quantization=INT8)
+    for rows in (2, 9):
+        fusednorm.rms_norm_quant(wide[:rows], quantization=INT8)
+        limited = replace(INT8, amax_floor=0.5, amax_limit=9.0, scale_floor=1e-3, qmax=100.0)
+        fusednorm.rms_norm_quant(wide.repeat(1, 2)[:rows, :4096], quantization=limited)
+    assert len(launches.compiled) == 3
+    x = wide.view(1, -1)
+    fusednorm.rms_norm_quant(x, quantization=INT8)
     assert [variant.function.__name__ for variant in launches.compiled[2:]] == ["quantize_tile", "forward"]
     names = list(launches.compiled[2].arguments())
     call = launches.calls[3]
@@ -607,14 +591,13 @@ def test_a_launch_of_a_quantizer(launches):
 def test_a_launch_of_gates(launches):
     """One kernel for each pass and row length; other rows and strides never compile again."""
     wide = torch.zeros(9, 8192, dtype=BF16)
-    with fusednorm.use_backend("triton"):
-        for rows in (2, 9):
-            leaves = [wide[:rows, :4096].clone().requires_grad_() for _ in range(2)]
-            out = fusednorm.gate(*leaves)
-            torch.autograd.grad(out, leaves, torch.zeros_like(out))
-            fusednorm.rms_norm_gated(wide[:rows, 4096:], wide[:rows, :4096])
-            fusednorm.gate(wide[:rows, 4096:], wide[:rows, :4096])
-            fusednorm.gate(wide[:rows, :100].clone(), wide[:rows, :100].clone())
+    for rows in (2, 9):
+        leaves = [wide[:rows, :4096].clone().requires_grad_() for _ in range(2)]
+        out = fusednorm.gate(*leaves)
+        torch.autograd.grad(out, leaves, torch.zeros_like(out))
+        fusednorm.rms_norm_gated(wide[:rows, 4096:], wide[:rows, :4096])
+        fusednorm.gate(wide[:rows, 4096:], wide[:rows, :4096])
+        fusednorm.gate(wide[:rows, :100].clone(), wide[:rows, :100].clone())
     names = [variant.function.__name__ for variant in launches.compiled]
     assert names == ["gate_tile", "gate_backward_tile", "forward", "gate_tile"]
     assert [call[0] for call in launches.calls[-5:]] == [(36, 1, 1), (36, 1, 1), (9, 1, 1), (36, 1, 1), (2, 1, 1)]
@@ -623,16 +606,15 @@ def test_a_launch_of_gates(launches):
 def test_a_launch_of_a_rotation(launches):
     """One kernel for q and k, and for the way back; other rows, heads, strides, eps and angles never compile again."""
     weight, table = torch.zeros(128, dtype=BF16), torch.zeros(50, 64)
-    with fusednorm.use_backend("triton"):
-        for rows, (heads, of_k) in ((2, (16, 8)), (9, (7, 1))):
-            qkv = torch.zeros(rows, heads + 2 * of_k, 128, dtype=BF16)
-            q, k = qkv[:, :heads], qkv[:, heads : heads + of_k]
-            fusednorm.qk_norm_rope_(q, k, weight, weight, table[:rows], table[:rows], rows * 1e-6)
-            fusednorm.qk_norm_rope(q, k, weight, None, table[:1], table[:1])
-            fusednorm.rotate(q, table, table, positions=torch.zeros(rows, dtype=torch.int64))
-            leaf = q.clone().requires_grad_()
-            turned = fusednorm.rotate(leaf, table[:rows], table[:rows])
-            torch.autograd.grad(turned, leaf, turned.detach())
+    for rows, (heads, of_k) in ((2, (16, 8)), (9, (7, 1))):
+        qkv = torch.zeros(rows, heads + 2 * of_k, 128, dtype=BF16)
+        q, k = qkv[:, :heads], qkv[:, heads : heads + of_k]
+        fusednorm.qk_norm_rope_(q, k, weight, weight, table[:rows], table[:rows], rows * 1e-6)
+        fusednorm.qk_norm_rope(q, k, weight, None, table[:1], table[:1])
+        fusednorm.rotate(q, table, table, positions=torch.zeros(rows, dtype=torch.int64))
+        leaf = q.clone().requires_grad_()
+        turned = fusednorm.rotate(leaf, table[:rows], table[:rows])
+        torch.autograd.grad(turned, leaf, turned.detach())
     # With weights, without one (k, apart from q), and without a norm: by positions, and not.
     assert len(launches.compiled) == 4
     assert {variant.function.__name__ for variant in launches.compiled} == {"rotate_tile"}
@@ -648,8 +630,7 @@ def test_a_launch_of_a_rotation(launches):
 def test_heads_that_the_rotation_does_not_take(launches):
     """Longer ones: a norm, and torch's operations."""
     q, table = torch.zeros(3, 2, 2048), torch.zeros(3, 1024)
-    with fusednorm.use_backend("triton"):
-        fusednorm.qk_norm_rope(q, q, None, None, table, table)
+    fusednorm.qk_norm_rope(q, q, None, None, table, table)
     assert {variant.function.__name__ for variant in launches.compiled} == {"forward"}
 
 
@@ -679,7 +660,8 @@ def launches(monkeypatch):
     monkeypatch.setattr(type(driver), "active", SimpleNamespace(get_current_target=target))
     monkeypatch.setattr(triton_gpu._host, "held", {})
     monkeypatch.setattr(triton_gpu._host, "launchers", {})
-    return found
+    with fusednorm.use_backend("triton"):
+        yield found
 
 
 def run(backend, x, residual, weight, eps=1e-6, rows=None):
@@ -708,12 +690,11 @@ def test_a_launch(launches):
 def test_a_launch_with_what_is_around_a_norm(launches):
     """The factor, the number of heads and the strides are arguments; other heads never compile again."""
     x, _, weight = operands(Case(rows=12, hidden=1024).of(BF16))
-    with fusednorm.use_backend("triton"):
-        for heads in (3, 4):
-            rows, of_heads = (t.unflatten(0, (-1, heads)) for t in (x, x[:heads]))
-            fusednorm.fused_add_rms_norm(rows, rows, weight, bias=of_heads[0], x_scale=heads / 2)
-            fusednorm.fused_add_rms_norm(rows, rows, of_heads[0], bias=weight, x_scale=1.0)
-        fusednorm.rms_norm(x, bias=weight)
+    for heads in (3, 4):
+        rows, of_heads = (t.unflatten(0, (-1, heads)) for t in (x, x[:heads]))
+        fusednorm.fused_add_rms_norm(rows, rows, weight, bias=of_heads[0], x_scale=heads / 2)
+        fusednorm.fused_add_rms_norm(rows, rows, of_heads[0], bias=weight, x_scale=1.0)
+    fusednorm.rms_norm(x, bias=weight)
     factor, of_weight, *_, alone = (call[20:26] for call in launches.calls)
     assert factor == (None, x.data_ptr(), 0, 1024, 3, 1.5)
     assert of_weight == (None, weight.data_ptr(), 1024, 0, 3, None)
@@ -748,18 +729,17 @@ def begins_at(offset, *shape, dtype=BF16):
 
 def test_prewarm_compiles_all_that_calls_will_need(launches):
     """Compiled for a driver that takes the CPU's memory: afterwards no call of the kind compiles anything."""
-    with fusednorm.use_backend("triton"):
-        fusednorm.prewarm(1024, BF16, residual_dtype=F32, weight_offset=1.0, training=True)
-        compiled = len(launches.compiled)
-        assert compiled > 0
-        for offset in (0, 3):
-            given = begins_at(offset, 6, 1024), begins_at(offset, 6, 1024, dtype=F32), begins_at(offset, 1024)
-            leaves = [t.requires_grad_() for t in given]
-            fusednorm.rms_norm(leaves[0].detach(), leaves[2].detach(), weight_offset=0.5, eps=1e-3)
-            outputs = fusednorm.fused_add_rms_norm(*leaves, weight_offset=0.5)
-            torch.autograd.grad(outputs, leaves, [torch.zeros_like(t) for t in outputs])
-            fusednorm.fused_add_rms_norm(*(t.detach() for t in leaves), weight_offset=2.0)
-        assert len(launches.compiled) == compiled
+    fusednorm.prewarm(1024, BF16, residual_dtype=F32, weight_offset=1.0, training=True)
+    compiled = len(launches.compiled)
+    assert compiled > 0
+    for offset in (0, 3):
+        given = begins_at(offset, 6, 1024), begins_at(offset, 6, 1024, dtype=F32), begins_at(offset, 1024)
+        leaves = [t.requires_grad_() for t in given]
+        fusednorm.rms_norm(leaves[0].detach(), leaves[2].detach(), weight_offset=0.5, eps=1e-3)
+        outputs = fusednorm.fused_add_rms_norm(*leaves, weight_offset=0.5)
+        torch.autograd.grad(outputs, leaves, [torch.zeros_like(t) for t in outputs])
+        fusednorm.fused_add_rms_norm(*(t.detach() for t in leaves), weight_offset=2.0)
+    assert len(launches.compiled) == compiled
 
 
 @pytest.mark.parametrize(
@@ -773,36 +753,34 @@ def test_prewarm_compiles_all_that_calls_will_need(launches):
 )
 def test_prewarm_compiles_what_is_around_a_norm(launches, around, kernels):
     heads, x_scale, dtype = around.get("heads", 1), around.get("x_scale", 1.0), around.get("weight_dtype", BF16)
-    with fusednorm.use_backend("triton"):
-        fusednorm.prewarm(1024, BF16, **around)
-        assert len(launches.compiled) == kernels
-        for offset in (0, 3):
-            x, row = begins_at(offset, 6, heads, 1024), begins_at(offset, heads, 1024, dtype=dtype)
-            weight, bias = row if around.get("weight", True) else None, row if "bias" in around else None
-            fusednorm.rms_norm(x, weight, bias=bias)
-            fusednorm.fused_add_rms_norm(x, x, weight, bias=bias, x_scale=x_scale * 2 if x_scale != 1.0 else 1.0)
-        assert len(launches.compiled) == kernels
+    fusednorm.prewarm(1024, BF16, **around)
+    assert len(launches.compiled) == kernels
+    for offset in (0, 3):
+        x, row = begins_at(offset, 6, heads, 1024), begins_at(offset, heads, 1024, dtype=dtype)
+        weight, bias = row if around.get("weight", True) else None, row if "bias" in around else None
+        fusednorm.rms_norm(x, weight, bias=bias)
+        fusednorm.fused_add_rms_norm(x, x, weight, bias=bias, x_scale=x_scale * 2 if x_scale != 1.0 else 1.0)
+    assert len(launches.compiled) == kernels
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_prewarm_compiles_rotations(launches, interleaved):
     """Of aligned and of other heads, with tables per row and by positions; with gradients, and back."""
     flags = {"weight_offset": 1.0, "interleaved": interleaved, "round_products": True}
-    with fusednorm.use_backend("triton"):
-        fusednorm.prewarm(128, BF16, pairs=32, table_dtype=F32, training=True, **flags)
-        compiled = len(launches.compiled)
-        rotations = [variant.function.__name__ for variant in launches.compiled].count("rotate_tile")
-        assert rotations == 2 * 2 * 3  # aligned or not, per row or by positions: a norm, with rstd, and back
-        for offset in (0, 3):
-            q, k, weight = (begins_at(offset, *shape, 128) for shape in ((3, 4), (3, 2), ()))
-            table, positions = begins_at(offset, 3, 32, dtype=F32), torch.zeros(3, dtype=torch.int64)
-            for of_rows in (None, positions):
-                fusednorm.qk_norm_rope_(q, k, weight, weight, table, table, positions=of_rows, **flags)
-                leaves = [t.clone().requires_grad_() if offset == 0 else t.requires_grad_() for t in (q, k, weight)]
-                turned = fusednorm.qk_norm_rope(*leaves, leaves[2], table, table, positions=of_rows, **flags)
-                torch.autograd.grad(turned, leaves, [t.detach() for t in turned])
-                q, k, weight = (t.detach() for t in (q, k, weight))
-        assert len(launches.compiled) == compiled
+    fusednorm.prewarm(128, BF16, pairs=32, table_dtype=F32, training=True, **flags)
+    compiled = len(launches.compiled)
+    rotations = [variant.function.__name__ for variant in launches.compiled].count("rotate_tile")
+    assert rotations == 2 * 2 * 3  # aligned or not, per row or by positions: a norm, with rstd, and back
+    for offset in (0, 3):
+        q, k, weight = (begins_at(offset, *shape, 128) for shape in ((3, 4), (3, 2), ()))
+        table, positions = begins_at(offset, 3, 32, dtype=F32), torch.zeros(3, dtype=torch.int64)
+        for of_rows in (None, positions):
+            fusednorm.qk_norm_rope_(q, k, weight, weight, table, table, positions=of_rows, **flags)
+            leaves = [t.clone().requires_grad_() if offset == 0 else t.requires_grad_() for t in (q, k, weight)]
+            turned = fusednorm.qk_norm_rope(*leaves, leaves[2], table, table, positions=of_rows, **flags)
+            torch.autograd.grad(turned, leaves, [t.detach() for t in turned])
+            q, k, weight = (t.detach() for t in (q, k, weight))
+    assert len(launches.compiled) == compiled
     with pytest.raises(ValueError, match="pairs must be an int of 0 to 64, half of hidden_size, got 65"):
         fusednorm.prewarm(128, BF16, pairs=65)
 
@@ -868,11 +846,10 @@ def test_the_oldest_triton_compiles_every_kind_of_kernel(launches, monkeypatch):
     for type_of_kind, choose in choosers.items():
         noted = lambda kind, choose=choose: choose(kinds.setdefault(kind, kind))  # noqa: E731
         monkeypatch.setitem(triton_gpu._host.choosers, type_of_kind, noted)
-    with fusednorm.use_backend("triton"):
-        for function, given in [*((function_of(name), given) for name, given in FUNCTIONS.items()), *MORE.values()]:
-            function(**clones(given))
-        for outputs, leaves in map(recorded, DIFFERENTIATED):
-            gradients(outputs, leaves)
+    for function, given in [*((function_of(name), given) for name, given in FUNCTIONS.items()), *MORE.values()]:
+        function(**clones(given))
+    for outputs, leaves in map(recorded, DIFFERENTIATED):
+        gradients(outputs, leaves)
     targets, sizes = itertools.cycle((NVIDIA[2], NVIDIA[3], AMD[1])), itertools.cycle((96, 128, 4096, 20000))
     compiled = set()
     for kind, target, size in zip(kinds, targets, sizes, strict=False):

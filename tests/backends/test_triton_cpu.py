@@ -525,7 +525,8 @@ def fake(monkeypatch):
     monkeypatch.setattr(triton_cpu, "_prewarmed", False)
     monkeypatch.setattr(triton_cpu, "_MODE", "background")
     monkeypatch.setattr(triton_cpu, "fast_path", None)
-    yield found
+    with fusednorm.use_backend("triton_cpu"):
+        yield found
     found.compiling.set()
     until(lambda: compiler._thread is None or not compiler._thread.is_alive())
 
@@ -554,8 +555,7 @@ def run(dtype, rows=3, hidden=1000, residual_out=None):
 
 def plan(dtype):
     x = torch.zeros(2, 1000, dtype=dtype)
-    with fusednorm.use_backend("triton_cpu"):
-        return fusednorm.explain(x, x, x[0]).plan
+    return fusednorm.explain(x, x, x[0]).plan
 
 
 def test_the_cpu_backend_takes_calls_until_the_kernel_is_compiled(fake):
@@ -595,8 +595,7 @@ def test_the_cpu_backend_takes_all_of_a_call_until_the_kernel_is_compiled(fake, 
     c_forward = cpu.forward
     monkeypatch.setattr(cpu, "forward", lambda call: taken.append(call.operation.features) or c_forward(call))
     x, residual, weight = operands(Case(rows=6, hidden=100).of(BF16))
-    with fusednorm.use_backend("triton_cpu"):
-        got = fusednorm.fused_add_rms_norm(x, residual, weight, bias=weight, x_scale=0.5)
+    got = fusednorm.fused_add_rms_norm(x, residual, weight, bias=weight, x_scale=0.5)
     assert taken == [("affine", "x_scale")]
     with fusednorm.use_backend("reference"):
         wanted = fusednorm.fused_add_rms_norm(x, residual, weight, bias=weight, x_scale=0.5)
@@ -640,8 +639,7 @@ def calls_of_every_kind():
 
 def test_the_cpu_backend_quantizes_and_gates_until_the_kernels_are_compiled(fake):
     fake.compiling.clear()
-    with fusednorm.use_backend("triton_cpu"):
-        found = calls_of_every_kind()
+    found = calls_of_every_kind()
     with fusednorm.use_backend("reference"):
         wanted = calls_of_every_kind()
     for name, results in wanted.items():
@@ -649,8 +647,7 @@ def test_the_cpu_backend_quantizes_and_gates_until_the_kernels_are_compiled(fake
     assert fake.calls == []
     fake.compiling.set()
     until(lambda: len(fake.loaded) == 6 + len(found) + 1)  # a gate, and its gradients, of the sigmoid
-    with fusednorm.use_backend("triton_cpu"):
-        calls_of_every_kind()
+    calls_of_every_kind()
     kernels = [variant.function.__name__ for variant, _ in fake.calls]
     assert kernels == [*["quantize"] * 4, "gate", "gate", "gate_backward", "forward", "forward"]
 
@@ -659,9 +656,8 @@ def test_the_cpu_backend_rotates(fake, monkeypatch):
     q, k, angle = torch.randn(3, 4, 16), torch.randn(3, 2, 16), torch.randn(3, 8)
     calls = []
     monkeypatch.setattr(cpu, "forward", calls.append)
-    with fusednorm.use_backend("triton_cpu"):
-        explained = fusednorm.explain(q, function=fusednorm.qk_norm_rope)
-        fusednorm.qk_norm_rope(q, k, None, None, angle.cos(), angle.sin())
+    explained = fusednorm.explain(q, function=fusednorm.qk_norm_rope)
+    fusednorm.qk_norm_rope(q, k, None, None, angle.cos(), angle.sin())
     assert explained.plan.startswith("the cpu backend's, C kernels")
     assert explained.plan.endswith("; heads are rotated in the same call")
     assert [call.tensors[name].shape for call in calls for name in "qk"] == [q.shape, k.shape]
@@ -672,11 +668,10 @@ def test_comparisons_and_measurements_wait_for_the_kernel(fake):
         run(F16)
         assert "until" not in plan(F16)
     assert len(fake.loaded) == len(fake.calls) == 1
-    with fusednorm.use_backend("triton_cpu"):
-        fusednorm.prewarm(64, F32, training=True)
-        assert len(fake.loaded) > 4
-        before = len(fake.loaded)
-        fusednorm.prewarm(64, F32, quantization=quantizations.VLLM_FP8_TOKEN, activation="silu")
+    fusednorm.prewarm(64, F32, training=True)
+    assert len(fake.loaded) > 4
+    before = len(fake.loaded)
+    fusednorm.prewarm(64, F32, quantization=quantizations.VLLM_FP8_TOKEN, activation="silu")
     names = [variant.function.__name__ for variant in fake.loaded[before:]]
     assert sorted(set(names)) == ["forward", "gate", "quantize"]
 
