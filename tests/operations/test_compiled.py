@@ -72,7 +72,7 @@ MODULES = {
     ),
 }
 EVERY = CALLS | MODULES
-#: Export traces these in both ways: each function once, and modules. All others are traced by the tests of the compiler.
+#: Export traces these in both ways: each function once, and modules. Tests of the compiler trace all others.
 STRICT = [name for name in FUNCTIONS if name in CALLS] + [*MODULES]
 #: How a dimension follows from the number of rows and their length, by its size in the tables.
 SIZES = {4: lambda rows, length: rows, 6: lambda rows, length: length, 3: lambda rows, length: length // 2}
