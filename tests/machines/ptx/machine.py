@@ -14,14 +14,20 @@ import numpy as np
 from ptx import text
 
 HERE = Path(__file__).parent
-FLAGS = ["-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno"]
+FLAGS = ["-std=c++20", "-O3", "-march=native", "-fPIC", "-ffp-contract=off", "-fno-math-errno"]
 PARTS = ["driver.cpp", "machine.cpp", "memory.cpp", "instructions.cpp"]
 
 
 def build(folder):
     """Compiles the machine, and the fences that Python is to be started with."""
     folder.mkdir(exist_ok=True)
-    subprocess.run(["g++", *FLAGS, *(HERE / part for part in PARTS), "-o", folder / "machine.so"], check=True)
+    objects = [folder / f"{part}.o" for part in PARTS]
+    pairs = zip(PARTS, objects, strict=True)
+    compilers = [subprocess.Popen(["g++", *FLAGS, "-c", HERE / part, "-o", made]) for part, made in pairs]
+    statuses = [compiler.wait() for compiler in compilers]
+    if any(statuses):
+        raise RuntimeError("g++ cannot compile the machine that executes PTX; its messages are above")
+    subprocess.run(["g++", "-shared", *objects, "-o", folder / "machine.so"], check=True)
     fences = [HERE / "fences.c", "-o", folder / "fences.so"]
     subprocess.run(["gcc", "-O2", "-fPIC", "-shared", "-fno-builtin", *fences], check=True)
 
