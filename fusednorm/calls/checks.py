@@ -106,13 +106,17 @@ def check_placed(name: str, output: Tensor) -> None:
         )
 
 
+#: The flags of norms that are True or False, and that functions take.
+_BOOLEANS = tuple(name for name, usual in Flags._field_defaults.items() if type(usual) is bool and name != "center")
+
+
 def check_flags(
     flags: Flags, x: Tensor, residual: Tensor | None, out: Tensor | None, residual_out: Tensor | None, x_name: str = "x"
 ) -> Flags:
     """The flags, numbers rounded to ``A``: their types and values, and that given outputs have the dtypes asked for."""
     flags = rounded_flags(flags, x)
-    check_flag("round_sum", flags.round_sum)
-    check_flag("round_norm", flags.round_norm)
+    for name in _BOOLEANS:
+        check_flag(name, getattr(flags, name))
     if residual_out is None and flags.out_dtype is None and flags.residual_dtype is None:
         return flags
     if flags.out_dtype is not None:
