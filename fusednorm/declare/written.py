@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+#: The file that they are in, as frames have it.
+FILE = "<fusednorm>"
+
 
 def sorted_arguments(
     call: Callable[..., Any],
@@ -79,5 +82,5 @@ def _named(names: Sequence[str] | Mapping[str, Any]) -> str:
 
 
 def _function(text: str, name: str, **names: Any) -> Callable[..., Any]:
-    exec(compile(text, "<fusednorm>", "exec"), names)
+    exec(compile(text, FILE, "exec"), names)
     return names[name]  # type: ignore[no-any-return]

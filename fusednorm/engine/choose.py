@@ -8,6 +8,7 @@ back; without one, the first backend in :data:`fusednorm.backends.NAMES` that ca
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ from fusednorm.backends import MODULES, NAMES
 from fusednorm.calls import fast_path
 from fusednorm.calls.call import KindOfCall, Operation, RMSNorm, Step
 from fusednorm.calls.process import BackendError, BackendInfo
+from fusednorm.declare import written
 from fusednorm.engine.backend import Backend
 from fusednorm.engine.checked_backend import FirstCalls, raised_by
 from fusednorm.engine.substitutes import Composition, Meanwhile
@@ -422,7 +424,7 @@ class Explanation:
                 f"fusednorm runs on {device} through its reference, which is slow, because the backend {meant[0]!r} "
                 f"cannot be used: {'; '.join(self.passed_over[meant[0]])}",
                 RuntimeWarning,
-                stacklevel=6,
+                stacklevel=_level_of_caller(),
             )
 
     def __str__(self) -> str:
@@ -431,6 +433,17 @@ class Explanation:
         lines += [f"  not {name}: {reason}" for name, reasons in self.passed_over.items() for reason in reasons]
         lines += [f"  requested: {self.request}"] if self.request else []
         return "\n".join(lines)
+
+
+def _level_of_caller() -> int:
+    """The stack level, for a function that calls this, of the line outside of fusednorm that called it."""
+    level, frame = 0, inspect.currentframe()
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if module != "fusednorm" and frame.f_code.co_filename != written.FILE:
+            break
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def backends() -> list[BackendInfo]:

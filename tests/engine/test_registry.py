@@ -565,6 +565,7 @@ def test_an_unknown_instruction_set_is_a_reason():
     reason = "FUSEDNORM_CPU_ISA is 'sse9', which is no instruction set; they are scalar, avx2, avx512,"
     assert f"cpu: no: {reason}" in done.stdout
     assert f"the backend 'cpu' cannot be used: {reason}" in done.stderr
+    assert done.stderr.startswith("<string>:3: RuntimeWarning")  # the caller's line
     assert python(show, FUSEDNORM_CPU_ISA="sse9", FUSEDNORM_BACKEND="cpu").returncode == 1
 
 
