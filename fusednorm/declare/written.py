@@ -1,4 +1,4 @@
-"""Functions that are written for a declaration when they are first called, as dataclasses write ``__init__``.
+"""Functions that are written for a declaration, as dataclasses write ``__init__``.
 
 They put the arguments of a public function where all others look for them: by name, operands, flags and outputs apart.
 Written out, that takes a quarter of the time of a loop over the names.
