@@ -6,7 +6,7 @@ The front end makes a :class:`Forward` or a :class:`Backward`, and passes it who
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -397,22 +397,6 @@ class Backward(NamedTuple):
         if self.dx is not None and self.dx.dtype != self.operation.x:
             return None, self.dx, self.dweight
         return self.dx, self.dresidual, self.dweight
-
-
-class NormGradients(NamedTuple):
-    """The gradients of a norm that are wanted, and what they are computed from, in whatever levels that lies."""
-
-    operation: RMSNorm
-    #: As in :class:`Backward`.
-    dy: Tensor
-    d_residual_out: Tensor | None
-    h: Tensor
-    rstd: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
-    weight_offset: float
-    #: Whether those of x, the residual, the weight and the bias are.
-    needs: Sequence[bool]
 
 
 class GateSteps(NamedTuple):

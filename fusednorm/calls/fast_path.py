@@ -184,11 +184,6 @@ class Entry(NamedTuple):
     #: Other arguments of the kind, which are else None.
     constants: Mapping[str, Any] = {}
 
-    def of(self, function: str, recorded: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """The same as :meth:`open`, for the arguments of a public function, and kept in :data:`ENTRIES`."""
-        ENTRIES[function] = self
-        return self.open(recorded=recorded)
-
     def open(
         self,
         request: str | None = None,

@@ -155,22 +155,28 @@ class Norm(Operation):
     def _named(self, flags: Flags) -> dict[str, Any]:
         return {name: getattr(flags, name) for name in self.declaration.flags if name != "x_scale"}
 
-    def _computed(self, operands: Mapping[str, Any], given: Mapping[str, Any], of_heads: bool = True) -> Any:
-        """All results, by the fast path if that takes the call, else after all checks."""
+    def _computed(
+        self,
+        operands: Mapping[str, Any],
+        given: Mapping[str, Any],
+        compute: Callable[..., tuple[Any, Any]] = run_norms.norm,
+        of_heads: bool = True,
+    ) -> Any:
+        """All results, after all checks."""
         x, weight, rstd = operands["x"], operands["weight"], new_rstd(operands["x"])
-        found = run_norms.fast_path_first(
+        found = compute(
             x,
             operands.get("residual"),
             weight,
             self._flags(given),
             rstd=rstd,
-            bias=operands.get("bias"),
+            bias=operands["bias"],
             of_heads=of_heads and getattr(weight, "ndim", 1) == 2,
         )
         return self._of_results(*found, rstd)
 
     def _forward(self, *arguments: Any) -> Any:
-        return self._computed(*self.plan.bound(arguments), self._center)  # which checks, where the fast path does not
+        return self._computed(*self.plan.bound(arguments), run_norms.fast_path_first, self._center)
 
     # Calls of public functions.
 

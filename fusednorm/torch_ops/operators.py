@@ -6,13 +6,14 @@ subclasses) use them; a plain call does not, because torch's dispatcher would co
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusednorm.calls.call import Flags, NormGradients, accumulator, operation_of
+from fusednorm.calls.call import Flags, RMSNorm, accumulator, operation_of
 from fusednorm.calls.checks import (
     check_affine,
     check_given,
@@ -62,6 +63,22 @@ def into(
     run_norms.fast_path_first(x, residual, weight, asked, out, residual_out, bias=bias, of_heads=of_heads)
 
 
+class _Asked(NamedTuple):
+    """The gradients of a norm that are wanted, and what they are computed from, in whatever levels that lies."""
+
+    operation: RMSNorm
+    #: As in :class:`fusednorm.call.Backward`.
+    dy: Tensor
+    d_residual_out: Tensor | None
+    h: Tensor
+    rstd: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    weight_offset: float
+    #: Whether those of x, the residual, the weight and the bias are.
+    needs: Sequence[bool]
+
+
 class _Gradients:
     """The operator of gradients of one kind of norm, real and fake."""
 
@@ -77,7 +94,7 @@ class _Gradients:
             self._fake,
         )
 
-    def _checked(self, in_memory: bool, given: tuple[Any, ...]) -> NormGradients:
+    def _checked(self, in_memory: bool, given: tuple[Any, ...]) -> _Asked:
         dy, d_total, h, rstd, weight, *rest = given
         bias = rest.pop(0) if self._center else None
         weight_offset, x_dtype, residual_dtype, round_sum, round_norm, needs, *outputs = rest
@@ -98,7 +115,7 @@ class _Gradients:
             out=out_dtype or x_dtype,
             residual_out=None if residual_dtype is None else residual_out_dtype or residual_dtype,
         )
-        return NormGradients(operation, dy, d_total, h, rstd, weight, bias, weight_offset, needs)
+        return _Asked(operation, dy, d_total, h, rstd, weight, bias, weight_offset, needs)
 
     def _real(self, *arguments: Any) -> tuple[Tensor, ...]:
         of = self._checked(True, arguments)
