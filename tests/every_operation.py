@@ -11,7 +11,9 @@ import fusednorm
 from fusednorm import Quantization
 from fusednorm.compat import functional
 from fusednorm.declare.declaration import WHOLE, Role
+from fusednorm.operations.composition import Composition
 from fusednorm.operations.front_door import PUBLIC
+from fusednorm.operations.norm_operation import Norm
 from fusednorm.quantizations import SGLANG_FP8_TOKEN, VLLM_FP8_TOKEN, VLLM_INT8_STATIC_AZP, VLLM_INT8_TOKEN_AZP_CPU
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -237,7 +239,7 @@ def tensors(operands):
 #: The changes of operands of declared functions and operators that are right.
 RIGHT = right("scale", OPERATORS["scale"], {"x": Role.ROWS})
 # Declared operations but norms and compositions, by their declarations.
-for operation in dict.fromkeys(one for one in PUBLIC.values() if not one.has_one_operator):
+for operation in dict.fromkeys(one for one in PUBLIC.values() if not isinstance(one, (Composition, Norm))):
     declaration = operation.declaration
     roles = declaration.roles | {one.name: one.role for one in declaration.returned}
     operands, others = OF_KEYS.get(declaration.name, ({}, {}))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,10 +30,8 @@ from fusednorm.declare.declaration import Declaration, Kernel, Operand, Result
 from fusednorm.declare.plan import Plan
 from fusednorm.engine import run_gates
 from fusednorm.operations.composition import Composition
-from fusednorm.operations.front_door import Asked, Operation
+from fusednorm.operations.front_door import Asked
 from fusednorm.torch_ops.steps import GATE, GATE_FLAGS
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class _Rows(NamedTuple):
@@ -51,6 +49,8 @@ class _Rows(NamedTuple):
 class Gate(Composition):
     """``torch.ops.fusednorm.gate``, by the names of a public function. Here it is of y and z."""
 
+    has_one_operator = False  # of its function: it is one operator in each graph
+
     def __init__(self, name: str, operands: Sequence[str], flags: Mapping[str, Any], **declared: Any) -> None:
         declaration = Declaration(
             name,
@@ -61,10 +61,6 @@ class Gate(Composition):
             **declared,
         )
         super().__init__(declaration, "gate", lambda operands, flags: True, self._gradients, self.read_by_c)
-
-    def public(self, function: _Function) -> _Function:
-        """Adds a function that users call. A gate is one operator in each graph, and needs no other one."""
-        return Operation.public(self, function)
 
     def read_by_c(self, y: Tensor, z: Any, activation: Any, out_dtype: Any, *others: Any) -> Tensor | None:
         """The products of a recorded call, if the fast path takes it, which knows no other flags."""

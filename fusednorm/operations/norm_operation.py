@@ -202,9 +202,8 @@ class Norm(Operation):
         flags |= self._named(found)
         if "x_scale" in flags:
             flags["x_scale"] = number("x_scale", flags["x_scale"], accumulator(x.dtype))
-        for name, given in (("out_dtype", out), ("residual_dtype", residual_out)):
-            if given is not None:
-                flags[name] = given.dtype
+        if out is not None:
+            flags["out_dtype"] = out.dtype
         return flags
 
     def _refuse_nested(self, tensors: Mapping[str, Any]) -> None:
