@@ -165,6 +165,7 @@ struct fn_quantized {
 enum { FN_QUANTIZER_OUT_ARGUMENT = 5, FN_QUANTIZER_SCALE_OUT_ARGUMENT };
 void fn_open_quantizer(PyObject *keywords); /* a tuple: for a dtype of each enum fn_byte_kind, for scales and for zero points */
 PyObject *fn_keywords_of_float(void); /* borrowed: of float32 */
+PyObject *fn_keywords_of_sums(int64_t kind); /* the same, or NULL where rows of this kind are summed in their own dtype */
 /* Of the dtype of rows that pass to a next step: 1 if they are float, 0 if x's, -1 if it is none of both. */
 int fn_between(PyObject *dtype);
 /* Reads the arguments of a quantizer. Returns 0 if the fast path does not take them, perhaps with a Python error. */

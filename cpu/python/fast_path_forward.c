@@ -184,8 +184,7 @@ static int make_rstd(PyObject *x, const tensor *t, output outputs[3], struct fn_
     *count = 2 + (c->operand[FN_RESIDUAL].kind != FN_NONE);
     output *rstd = &outputs[*count - 1];
     Py_CLEAR(rstd->object); /* None, in place of a sum */
-    const int64_t kind = c->operand[FN_X].kind;
-    const int failed = fn_make_numbers(rstd, x, t, t->shape, t->ndim - 1, kind == FN_F64 || kind == FN_F32 ? NULL : fn_keywords_of_float());
+    const int failed = fn_make_numbers(rstd, x, t, t->shape, t->ndim - 1, fn_keywords_of_sums(c->operand[FN_X].kind));
     c->operand[FN_RSTD].address = failed ? 0 : rstd->o.address;
     return failed;
 }

@@ -153,7 +153,7 @@ static int take_results(PyObject *const *arguments, struct given *g, output *res
     if (entropy) operand[(*count)++] = FN_LOG_PROB_ENTROPY;
     if (kept) operand[(*count)++] = FN_LOG_PROB_M, operand[(*count)++] = FN_LOG_PROB_S;
     if (kept && entropy) operand[(*count)++] = FN_LOG_PROB_ENTROPY;
-    PyObject *const keywords = job->wide || job->operand[FN_LOGITS].kind == FN_F32 ? NULL : fn_keywords_of_float();
+    PyObject *const keywords = fn_keywords_of_sums(job->operand[FN_LOGITS].kind);
     for (int i = 0; i < *count; i++) {
         const tensor *like = i == 0 && fn_ids_of_row(job) ? &g->ids : &g->logits;
         const int sizes = like == &g->ids ? g->ids.ndim : g->logits.ndim - 1;

@@ -27,6 +27,8 @@ static int is_of(const tensor *t, uint8_t code, uint8_t bits) {
 
 PyObject *fn_keywords_of_float(void) { return PyTuple_GetItem(dtypes, FLOAT_SCALES); }
 
+PyObject *fn_keywords_of_sums(int64_t kind) { return kind == FN_F64 || kind == FN_F32 ? NULL : fn_keywords_of_float(); }
+
 int fn_between(PyObject *dtype) {
     if (dtype == Py_None) return 0;
     return dtype == PyDict_GetItemString(fn_keywords_of_float(), "dtype") ? 1 : -1;

@@ -105,14 +105,36 @@ def norm(
     for each head, as a bias may.
     """
     affine = of_heads or bias is not None or x_scale != 1.0
-    check_operands(x, residual, None if affine else weight, out, residual_out)
+    flags, x_scale = checked(x, residual, weight, flags, out, residual_out, bias, x_scale, affine)
+    return norm_of_checked(x, residual, weight, flags, out, residual_out, rstd, bias=bias, x_scale=x_scale)
+
+
+def checked(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    flags: Flags,
+    out: Tensor | None,
+    residual_out: Tensor | None,
+    bias: Tensor | None,
+    x_scale: float,
+    affine: bool,
+    in_memory: bool = True,
+) -> tuple[Flags, float]:
+    """The flags and ``x_scale``, numbers rounded, after all checks.
+
+    ``affine``: whether there is a bias or a scaled x, or the weight may have a row for each head.
+    """
+    check_operands(x, residual, None if affine else weight, out, residual_out, in_memory=in_memory)
     flags = check_flags(flags, x, residual, out, residual_out)
     if affine:
-        check_affine(x, weight, bias, in_memory=True)
-    x_scale = number("x_scale", x_scale, accumulator(x.dtype)) if affine else 1.0
-    if out is not None or residual_out is not None:
+        check_affine(x, weight, bias, in_memory=in_memory)
+        x_scale = number("x_scale", x_scale, accumulator(x.dtype))
+    else:
+        x_scale = 1.0
+    if in_memory and (out is not None or residual_out is not None):
         check_memory_given(x, residual, out, residual_out, {"weight": weight, "bias": bias})
-    return norm_of_checked(x, residual, weight, flags, out, residual_out, rstd, bias=bias, x_scale=x_scale)
+    return flags, x_scale
 
 
 def norm_of_checked(

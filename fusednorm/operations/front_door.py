@@ -182,7 +182,7 @@ class Operation(Operator):
         return self.results(found, outputs)
 
     def direct(
-        self, operands: dict[str, Any], flags: dict[str, Any], outputs: dict[str, Any], in_place: bool
+        self, operands: dict[str, Any], flags: Mapping[str, Any], outputs: dict[str, Any], in_place: bool
     ) -> tuple[Tensor, ...]:
         """The results that are returned, where nobody listens, and nothing has been checked."""
         asked = Asked(operands, flags, outputs, None, in_place)

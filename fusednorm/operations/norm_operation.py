@@ -30,6 +30,8 @@ from fusednorm.torch_ops.registered import register
 NORMS: dict[tuple[bool, bool], Norm] = {}
 
 _OPERANDS = ("x", "residual", "weight", "bias")
+#: The flags of the operators that write.
+_NUMBERS = ("eps", "weight_offset", "round_sum", "round_norm")
 _RESULTS = (
     Result(dtype="out_dtype", overwrites="x"),
     Result("residual_out", dtype="residual_dtype", like="residual", overwrites="residual"),
@@ -87,7 +89,7 @@ class Norm(Operation):
         def written(*arguments: Any) -> None:
             operands, flags = self.plan.bound(arguments)
             x, residual = operands["x"], operands.get("residual")
-            numbers = {name: flags[name] for name in ("eps", "weight_offset", "round_sum", "round_norm")}
+            numbers = {name: flags[name] for name in _NUMBERS}
             into(
                 in_memory,
                 x,
@@ -182,26 +184,23 @@ class Norm(Operation):
 
     def checked(self, asked: Asked) -> Mapping[str, Any]:
         """The flags, numbers rounded; outputs say their dtypes."""
-        operands, flags, in_memory = asked.operands, dict(asked.flags), asked.in_memory
+        operands, flags = asked.operands, dict(asked.flags)
         x, residual, weight, bias = map(cast(Any, operands.get), _OPERANDS)
         if asked.listener is Listener.DISPATCHER and not self._is_composed(operands, flags):
             self._refuse_nested({**operands, **asked.outputs})
             return flags  # the operators check the rest
         out, residual_out = map(asked.outputs.get, ("out", "residual_out"))
-        found = self._flags(flags)
+        found, x_scale = self._flags(flags), flags.get("x_scale", 1.0)
         if asked.listener is Listener.TRANSFORM:
-            found = rounded_flags(found, x)
+            found, x_scale = rounded_flags(found, x), number("x_scale", x_scale, accumulator(x.dtype))
         else:
-            around = not self._is_alone(operands, flags)
-            check_operands(x, residual, None if around else weight, out, residual_out, in_memory=in_memory)
-            found = check_flags(found, x, residual, out, residual_out)
-            if around:
-                check_affine(x, weight, bias, in_memory=in_memory)
-            if asked.outputs and in_memory:
-                run_norms.check_memory_given(x, residual, out, residual_out, {"weight": weight, "bias": bias})
+            affine, outputs = not self._is_alone(operands, flags), (out, residual_out)
+            found, x_scale = run_norms.checked(
+                x, residual, weight, found, *outputs, bias, x_scale, affine, asked.in_memory
+            )
         flags |= self._named(found)
         if "x_scale" in flags:
-            flags["x_scale"] = number("x_scale", flags["x_scale"], accumulator(x.dtype))
+            flags["x_scale"] = x_scale
         if out is not None:
             flags["out_dtype"] = out.dtype
         return flags
@@ -222,7 +221,7 @@ class Norm(Operation):
         return not (self._center or self._is_alone(operands, flags))
 
     def direct(
-        self, operands: dict[str, Any], flags: dict[str, Any], outputs: dict[str, Any], in_place: bool
+        self, operands: dict[str, Any], flags: Mapping[str, Any], outputs: dict[str, Any], in_place: bool
     ) -> tuple[Tensor, ...]:
         """See :class:`Operation`."""
         x, weight, bias = operands["x"], operands["weight"], operands["bias"]
@@ -232,7 +231,7 @@ class Norm(Operation):
 
     def compute(self, asked: Asked) -> tuple[Tensor, ...]:
         """See :class:`Operation`."""
-        return self.direct(asked.operands, dict(asked.flags), asked.outputs, asked.in_place)
+        return self.direct(asked.operands, asked.flags, asked.outputs, asked.in_place)
 
     def into(self, asked: Asked) -> tuple[Tensor, ...]:
         """See :class:`Operation`: by the operators that write, which a norm alone has."""
@@ -249,7 +248,7 @@ class Norm(Operation):
             dtype = flags["residual_dtype"] or residual.dtype
             total = torch.empty_like(out, dtype=dtype, memory_format=torch.contiguous_format)
         ops = dtensor_bridge.operations(x, residual, weight, out, total)
-        numbers = [flags[name] for name in ("eps", "weight_offset", "round_sum", "round_norm")]
+        numbers = [flags[name] for name in _NUMBERS]
         if asked.in_place:
             given = [x, *[residual] * self._added, weight, *[bias] * self._center]
             getattr(ops, f"{self.declaration.name}_")(*given, *numbers)
@@ -261,11 +260,8 @@ class Norm(Operation):
         """New results, by operators that torch sees."""
         if must_be_seen.in_one_operator(*operands.values()):
             return dtensor_bridge.in_one_operator(self.declaration.name, {**operands, **flags})
-        return (
-            self._composed(operands, flags)
-            if self._is_composed(operands, flags)
-            else super().dispatched(operands, flags)
-        )
+        composed = self._is_composed(operands, flags)
+        return self._composed(operands, flags) if composed else super().dispatched(operands, flags)
 
     def record(self, operands: Mapping[str, Any], flags: Mapping[str, Any]) -> Any:
         """New results with gradients."""
@@ -315,9 +311,9 @@ class Norm(Operation):
         through_dispatcher: bool = True,
     ) -> None:
         """Keeps the row and rstd; outside of the dispatcher also the backend in force."""
-        y, *others, rstd = results
+        _, *others, rstd = results
         total, residual = (others[0], operands["residual"]) if others else (None, None)
-        keep(ctx, operands["x"], residual, operands["weight"], self._flags(flags), (y, total, rstd), operands["bias"])
+        keep(ctx, operands["x"], residual, operands["weight"], operands["bias"], self._flags(flags), total, rstd)
         ctx.flags = flags
         if total is None or any(ctx.needs_input_grad[:2]) or (not through_dispatcher and _may_have_tangents()):
             ctx.mark_non_differentiable(rstd)

@@ -29,15 +29,12 @@ def keep(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
+    bias: Tensor | None,
     flags: Flags,
-    outputs: tuple[Tensor, Tensor | None, Tensor],
-    bias: Tensor | None = None,
+    total: Tensor | None,
+    rstd: Tensor,
 ) -> None:
-    """Keeps the row that was normalised: the sum that is returned, or, unrounded, both terms to make it again.
-
-    ``outputs``: the rows, the sum and rstd.
-    """
-    _, total, rstd = outputs
+    """Keeps the row that was normalised: the sum that is returned, or, unrounded, both terms to make it again."""
     unrounded = total is not None and not flags.round_sum and total.dtype != rstd.dtype
     terms = (x, residual) if unrounded else (x,) if total is None else (total,)
     ctx.save_for_backward(rstd, weight, bias, *terms)
