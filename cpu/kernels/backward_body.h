@@ -119,10 +119,6 @@ FN_INLINE int64_t pass_over_segment(int center, int kind, int parts, const struc
                                     int64_t begin, int64_t n, float *products, float *wdys) {
     enum { LARGE = FROM_MEMORY | (STREAMS ? BYPASSING : 0), ALWAYS = WEIGHTED | GRADIENT };
 #define PASS(parts) pass_over_units(center, kind, parts, before, row, begin, n, products, wdys)
-#define USUAL_1(parts) \
-    case ALWAYS | (parts): return PASS(ALWAYS | (parts));
-#define USUAL_3(parts) USUAL_1(SUMMED | (parts)) USUAL_1(SUMMED | MERGED | (parts)) USUAL_1(SUMMED | MERGED_MORE | (parts))
-#define USUAL_4(parts) USUAL_1(parts) USUAL_3(parts)
     if (center) {
         enum { USUAL = ALWAYS | SUMMED | BIASED };
         const int large = parts & (FROM_MEMORY | BYPASSING);
@@ -134,13 +130,31 @@ FN_INLINE int64_t pass_over_segment(int center, int kind, int parts, const struc
         return PASS(parts);
     }
     if (row && before) switch (parts) {
-        USUAL_4(0) USUAL_4(TOTALLED) USUAL_4(LARGE) USUAL_4(LARGE | TOTALLED) USUAL_3(BIASED) USUAL_3(BIASED | LARGE)
+        case ALWAYS: return PASS(ALWAYS);
+        case ALWAYS | SUMMED: return PASS(ALWAYS | SUMMED);
+        case ALWAYS | SUMMED | MERGED: return PASS(ALWAYS | SUMMED | MERGED);
+        case ALWAYS | SUMMED | MERGED_MORE: return PASS(ALWAYS | SUMMED | MERGED_MORE);
+        case ALWAYS | TOTALLED: return PASS(ALWAYS | TOTALLED);
+        case ALWAYS | SUMMED | TOTALLED: return PASS(ALWAYS | SUMMED | TOTALLED);
+        case ALWAYS | SUMMED | MERGED | TOTALLED: return PASS(ALWAYS | SUMMED | MERGED | TOTALLED);
+        case ALWAYS | SUMMED | MERGED_MORE | TOTALLED: return PASS(ALWAYS | SUMMED | MERGED_MORE | TOTALLED);
+        case ALWAYS | LARGE: return PASS(ALWAYS | LARGE);
+        case ALWAYS | SUMMED | LARGE: return PASS(ALWAYS | SUMMED | LARGE);
+        case ALWAYS | SUMMED | MERGED | LARGE: return PASS(ALWAYS | SUMMED | MERGED | LARGE);
+        case ALWAYS | SUMMED | MERGED_MORE | LARGE: return PASS(ALWAYS | SUMMED | MERGED_MORE | LARGE);
+        case ALWAYS | LARGE | TOTALLED: return PASS(ALWAYS | LARGE | TOTALLED);
+        case ALWAYS | SUMMED | LARGE | TOTALLED: return PASS(ALWAYS | SUMMED | LARGE | TOTALLED);
+        case ALWAYS | SUMMED | MERGED | LARGE | TOTALLED: return PASS(ALWAYS | SUMMED | MERGED | LARGE | TOTALLED);
+        case ALWAYS | SUMMED | MERGED_MORE | LARGE | TOTALLED: return PASS(ALWAYS | SUMMED | MERGED_MORE | LARGE | TOTALLED);
+        case ALWAYS | SUMMED | BIASED: return PASS(ALWAYS | SUMMED | BIASED);
+        case ALWAYS | SUMMED | MERGED | BIASED: return PASS(ALWAYS | SUMMED | MERGED | BIASED);
+        case ALWAYS | SUMMED | MERGED_MORE | BIASED: return PASS(ALWAYS | SUMMED | MERGED_MORE | BIASED);
+        case ALWAYS | SUMMED | BIASED | LARGE: return PASS(ALWAYS | SUMMED | BIASED | LARGE);
+        case ALWAYS | SUMMED | MERGED | BIASED | LARGE: return PASS(ALWAYS | SUMMED | MERGED | BIASED | LARGE);
+        case ALWAYS | SUMMED | MERGED_MORE | BIASED | LARGE: return PASS(ALWAYS | SUMMED | MERGED_MORE | BIASED | LARGE);
     }
     return PASS(parts);
 #undef PASS
-#undef USUAL_1
-#undef USUAL_3
-#undef USUAL_4
 }
 
 /*
