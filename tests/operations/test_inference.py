@@ -2,15 +2,12 @@
 
 import pytest
 import torch
-from every_operation import FUNCTIONS, MORE, function_of, without_outputs
+from every_operation import FUNCTIONS, function_of, without_outputs
 
 import fusednorm
 from fusednorm.operations import inference
 
 NAMES = [function.__name__ for function in inference.FUNCTIONS]
-#: Calls of functions that have such an operator or work in place, with operands by name.
-CALLS = {name: (function_of(name), operands) for name, operands in FUNCTIONS.items()}
-CALLS |= {f"{name}, new": (function_of(name), without_outputs(FUNCTIONS[name])) for name in FUNCTIONS} | MORE
 
 
 def halves(operands):
@@ -18,12 +15,6 @@ def halves(operands):
     like = {key: t for key, t in operands.items() if "scale" not in key}
     halved = {key: t.bfloat16() for key, t in like.items() if getattr(t, "dtype", None) is torch.float32}
     return {key: t.clone() if isinstance(t, torch.Tensor) else t for key, t in (operands | halved).items()}
-
-
-def all_of(function, operands):
-    """The results, and all operands afterwards."""
-    found = function(**operands)
-    return [*(found if isinstance(found, tuple) else (found,)), *operands.values()]
 
 
 def asked(operands):
@@ -35,26 +26,6 @@ def asked(operands):
 
 def equal(a, b):
     return a is b if not isinstance(a, torch.Tensor) else a.dtype == b.dtype and a.equal(b)
-
-
-@pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="torch says since 2.7 whether it exports")
-@pytest.mark.parametrize("name", CALLS)
-def test_a_compiled_call_is_one_operator(name):
-    """Whatever outputs are given; with the bits of the eager call."""
-    function, operands = CALLS[name]
-    seen = []
-
-    def backend(graph, inputs):
-        found = (str(node.target) for node in graph.graph.nodes if node.op == "call_function")
-        seen.extend(target for target in found if target.startswith("fusednorm."))
-        return graph.forward
-
-    wanted = all_of(function, halves(operands))
-    found = torch.compile(all_of, fullgraph=True, backend=backend)(function, halves(operands))
-    torch._dynamo.reset()
-    assert len(found) == len(wanted)
-    assert all(map(equal, found, wanted))
-    assert len(seen) == (2 if "normed_out" in operands else 1)  # of which the quantizer alone makes 8-bit numbers
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -46,18 +46,21 @@ def one_shape(monkeypatch):
     monkeypatch.setattr(check, "every", dict)
 
 
-@pytest.mark.parametrize("arguments", [["--json"], ["doctor", "--json"], ["--json", "doctor"]])
-def test_report_as_json(run, arguments):
-    done = run(*arguments, FUSEDNORM_BACKEND="reference")
+def test_report_as_json(run, called, capsys):
+    """Also of a variable that nothing reads, which is no fault."""
+    done = run("--json", FUSEDNORM_BACKEND="reference", FUSEDNORM_BACKND="cuda")
     assert done.returncode == 0
     found = json.loads(done.stdout)
     assert found["fusednorm"] == fusednorm.__version__
     assert found["torch"] == torch.__version__
-    assert found["environment"] == {"FUSEDNORM_BACKEND": "reference"}
+    assert found["environment"] == {"FUSEDNORM_BACKEND": "reference", "FUSEDNORM_BACKND": "cuda"}
     assert [b["name"] for b in found["backends"]] == [info.name for info in fusednorm.backends()]
     assert found["devices"][0]["backend"] == "reference"
     assert found["instruction_set"] == found["instruction_sets"][-1]
-    assert found["remarks"] == {}
+    assert found["remarks"] == {"FUSEDNORM_BACKND": "nothing reads this variable; did you mean FUSEDNORM_BACKEND?"}
+    for arguments in (["doctor", "--json"], ["--json", "doctor"]):
+        assert called(*arguments) == 0
+        assert json.loads(capsys.readouterr().out).keys() == found.keys()
 
 
 @pytest.mark.parametrize(
@@ -78,10 +81,12 @@ def test_a_closed_fast_path_is_a_finding(monkeypatch, name, value, reason):
     assert re.search(f"fast path +closed, calls are slower: {reason}", printed(doctor.show)[1])
 
 
-@pytest.mark.parametrize("arguments", [[], ["doctor"]])
-def test_report_for_a_person(run, arguments):
-    done = run(*arguments)
+def test_report_for_a_person(run, called, capsys):
+    done = run(FUSEDNORM_BACKND="cuda")
     assert done.returncode == 0
+    assert "cuda (nothing reads this variable; did you mean FUSEDNORM_BACKEND?)" in done.stdout
+    assert called("doctor") == 0
+    assert capsys.readouterr().out.splitlines()[0] == done.stdout.splitlines()[0]
     for part in ("specification 1", torch.__version__, "available", "CPU tensors go to backend cpu: C kernels for"):
         assert part in done.stdout
     assert "\x1b" not in done.stdout  # no colours in a pipe
@@ -93,36 +98,47 @@ def test_settings_of_the_plugin_of_vllm(monkeypatch, value):
     assert "FUSEDNORM_VLLM" not in doctor.report()["remarks"]
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "message"),
-    [
-        ("FUSEDNORM_BACKEND", "nonsense", "'nonsense', which does not exist"),
-        ("FUSEDNORM_BACKEND", "cuda", "it runs on cuda tensors, and these are on cpu"),
-        ("FUSEDNORM_CPU_ISA", "sse9", "FUSEDNORM_CPU_ISA is 'sse9', which is no instruction set"),
-        ("FUSEDNORM_CPU_ISA", "[red]", "FUSEDNORM_CPU_ISA is '[red]'"),
-        ("FUSEDNORM_PREWARM", "yes", "FUSEDNORM_PREWARM is 'yes'; it must be background, wait"),
-        ("FUSEDNORM_VLLM", "foo", "it must be one of vllm, default, huggingface, off; vLLM is left as it was"),
-    ],
-)
-def test_unusable_settings_are_findings(run, variable, value, message):
+#: Settings that nothing can do, by variable, and what is said of them.
+UNUSABLE = [
+    {
+        "FUSEDNORM_BACKEND": ("nonsense", "'nonsense', which does not exist"),
+        "FUSEDNORM_CPU_ISA": ("sse9", "FUSEDNORM_CPU_ISA is 'sse9', which is no instruction set"),
+        "FUSEDNORM_PREWARM": ("yes", "FUSEDNORM_PREWARM is 'yes'; it must be background, wait"),
+        "FUSEDNORM_VLLM": ("foo", "it must be one of vllm, default, huggingface, off; vLLM is left as it was"),
+    },
+    {
+        "FUSEDNORM_BACKEND": ("cuda", "it runs on cuda tensors, and these are on cpu"),
+        "FUSEDNORM_CPU_ISA": ("[red]", "FUSEDNORM_CPU_ISA is '[red]'"),
+    },
+]
+
+
+@pytest.mark.parametrize("settings", UNUSABLE)
+def test_unusable_settings_are_findings(run, settings):
     """Beside all the others: no variable costs the list of backends."""
-    done = run(**{variable: value})
+    done = run(**{variable: value for variable, (value, _) in settings.items()})
     assert done.returncode == 1
-    assert message in " ".join(re.sub("[│┃]", " ", done.stdout).split())
-    assert value in done.stdout
+    text = " ".join(re.sub("[│┃]", " ", done.stdout).split())
+    for value, message in settings.values():
+        assert message in text
+        assert value in text
     assert all(info.name in done.stdout for info in fusednorm.backends())
     assert done.stderr == ""
 
 
-def test_a_variable_that_nothing_reads_is_a_finding(run):
-    done = run("--json", FUSEDNORM_BACKND="cuda", FUSEDNORM_CPU_ISA="sse9")
-    assert done.returncode == 1
-    found = json.loads(done.stdout)
-    assert "FUSEDNORM_CPU_ISA is 'sse9'" in found["backends"][0]["reasons"][0]
-    assert found["remarks"] == {"FUSEDNORM_BACKND": "nothing reads this variable; did you mean FUSEDNORM_BACKEND?"}
-    done = run(FUSEDNORM_BACKND="cuda")
-    assert "cuda (nothing reads this variable; did you mean FUSEDNORM_BACKEND?)" in done.stdout
-    assert done.returncode == 0
+@pytest.mark.parametrize(
+    ("name", "found", "status"),
+    [
+        ("devices", [{"device": "cpu", "error": "the name does not exist"}], 1),
+        ("backends", [{"reasons": ["FUSEDNORM_CPU_ISA is 'sse9', which is no instruction set"]}], 1),
+        ("backends", [{"reasons": ["torch finds no NVIDIA GPU"]}], 0),
+        ("remarks", {"FUSEDNORM_VLLM": "it must be one of vllm, default, huggingface, off"}, 1),
+        ("remarks", {"FUSEDNORM_BACKND": "nothing reads this variable"}, 0),
+    ],
+)
+def test_what_cannot_be_used_is_a_fault(name, found, status):
+    """Each by itself; a variable that nothing reads is none."""
+    assert doctor.status({"devices": [], "backends": [], "remarks": {}, name: found}) == status
 
 
 def test_check(one_shape):
