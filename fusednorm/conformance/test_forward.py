@@ -76,10 +76,10 @@ def test_order_of_additions(mode, agree, hidden):
 
 @pytest.mark.parametrize("hidden", SIZES)
 @pytest.mark.left_out(
-    "cuda",
     "triton",
     but=[*map(str, (1, 8, 33, 64, 128, 768, 1024, 1025, 1029, 2048, 4097, 5120, 7168, 18432, 40999, 262144))],
 )
+@pytest.mark.left_out("cuda", but=[*map(str, (1, 33, 64, 1025, 1029, 2048, 4097, 7168, 18432, 40999, 262144))])
 @pytest.mark.left_out("triton_ptx", but=["1", "64", "1029", "4097", "18432"])
 @pytest.mark.left_out("triton_cpu", but=["1", "8", "33", "64", "128", "768"])
 def test_sizes(mode, agree, hidden):
@@ -216,7 +216,7 @@ NUMBERS += [("weight_offset", offset) for offset in (1.0, -0.3, 1e-3, PAYLOAD)]
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 @pytest.mark.parametrize(("name", "number"), NUMBERS)
-@pytest.mark.left_out("triton_cpu", but=["eps-*", "weight_offset--0.3-*"])
+@pytest.mark.left_out("triton_cpu", but=["eps-*-bfloat16", "eps-0.0-float64", "weight_offset--0.3-bfloat16"])
 def test_numbers(mode, agree, name, number, dtype):
     """Of few rows, and of so many that they may share a widened weight."""
     for shape, data in itertools.product(((3, 130), (3, 1100), (40, 100)), ("normal", "zeros", "subnormal")):

@@ -185,16 +185,16 @@ def test_a_norm_before_the_addition(between, names):
         assert fast(followed, odd) is None  # begins where the kernel that is held reads nothing
 
 
-@pytest.mark.parametrize("levels", [1, 2])
 @pytest.mark.parametrize(
-    ("case", "heads"),
+    ("case", "heads", "levels"),
     [
-        (Case(rows=12, hidden=72).of(BF16), 3),  # several rows in a warp, each of another head
-        (Case(rows=6, hidden=128, residual=None).of(F16, round_norm=True), 2),
-        (Case(rows=6, hidden=2056).of(BF16, weight=F32, weight_offset=0.5), 3),
-        (Case(rows=4, hidden=20_008).of(F32, residual=BF16, round_sum=False), 2),  # a cluster
-        (Case(rows=4, hidden=1528).of(F64, weight_offset=0.5), 2),
-        (Case(rows=4, hidden=140_008).of(BF16, round_norm=True), 2),
+        (Case(rows=12, hidden=72).of(BF16), 3, 1),  # several rows in a warp, each of another head
+        (Case(rows=12, hidden=72).of(BF16), 3, 2),
+        (Case(rows=6, hidden=128, residual=None).of(F16, round_norm=True), 2, 1),
+        (Case(rows=6, hidden=2056).of(BF16, weight=F32, weight_offset=0.5), 3, 2),
+        (Case(rows=4, hidden=20_008).of(F32, residual=BF16, round_sum=False), 2, 1),  # a cluster
+        (Case(rows=4, hidden=1528).of(F64, weight_offset=0.5), 2, 2),
+        (Case(rows=4, hidden=140_008).of(BF16, round_norm=True), 2, 1),
     ],
     ids=str,
 )
@@ -278,14 +278,13 @@ def quantized_calls(case, levels=1):
     return python, fast
 
 
-@pytest.mark.parametrize("levels", [1, 2])
 @pytest.mark.parametrize(
-    "case",
+    ("case", "levels"),
     [
-        Case(rows=12, hidden=72).of(BF16),  # several rows in a warp
-        Case(rows=4, hidden=2056).of(BF16, weight=F32, round_norm=True),
-        Case(rows=4, hidden=20_008).of(F32, residual=BF16, round_sum=False),  # a cluster
-        Case(rows=4, hidden=140_008).of(BF16, round_sum=False),
+        (Case(rows=12, hidden=72).of(BF16), 1),  # several rows in a warp
+        (Case(rows=4, hidden=2056).of(BF16, weight=F32, round_norm=True), 2),
+        (Case(rows=4, hidden=20_008).of(F32, residual=BF16, round_sum=False), 1),  # a cluster
+        (Case(rows=4, hidden=140_008).of(BF16, round_sum=False), 2),
     ],
     ids=str,
 )
@@ -452,8 +451,9 @@ def test_gates_have_kernels_of_their_own(names):
         assert same(out, by("reference", fusednorm.gate, *of_form["of y and z"]))
 
 
-@pytest.mark.parametrize("hidden", [1, 24, 600, 1001, 4096])
-@pytest.mark.parametrize("dtype", [BF16, F32, F64])
+@pytest.mark.parametrize(
+    ("dtype", "hidden"), [(BF16, 1), (BF16, 24), (BF16, 1001), (BF16, 4096), (F32, 600), (F64, 24), (F64, 1001)]
+)
 def test_where_rows_of_gates_lie(dtype, hidden, names):
     """Side by side, apart, in two levels, and at addresses of their own.
 
@@ -687,9 +687,7 @@ def log_probabilities(function, given, **flags):
     return found
 
 
-@pytest.mark.parametrize(
-    ("dtype", "hidden"), [(BF16, 140_003), (BF16, 1000), (F16, 40), (F32, 20_008), (F64, 20_008)], ids=str
-)
+@pytest.mark.parametrize(("dtype", "hidden"), [(BF16, 140_003), (F16, 40), (F32, 1000), (F64, 20_008)], ids=str)
 def test_log_probabilities(dtype, hidden, names):
     """One kernel for each pass, of rows in two levels, of one block or of a cluster; each kind has its own."""
     generator = torch.Generator().manual_seed(hidden)

@@ -22,6 +22,7 @@ def available_memory():
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
 
 
+@pytest.mark.release
 def test_more_elements_than_2_to_the_31(mode, agree):
     """Expanded inputs take no memory; both outputs together 8 GiB."""
     if mode.backend == "reference":

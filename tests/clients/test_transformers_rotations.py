@@ -64,7 +64,7 @@ def calls(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.release), torch.bfloat16], ids=str)
 def test_kinds(kind, dtype, calls, monkeypatch):
     """One call for each layer. Beside the same patched norms, no logit and no loss changes, also when it trains."""
     model = build(kind, dtype)

@@ -96,7 +96,7 @@ def engine(models, tmp_path_factory):
     return run
 
 
-EAGER = [(model, dtype, "eager", {}) for model in ("Llama", "Qwen3") for dtype in ("bfloat16", "float32")]
+EAGER = [("Llama", "bfloat16", "eager", {}), ("Qwen3", "float32", "eager", {})]
 #: In a W8A8 Llama vLLM quantizes each normalised row; Qwen3-Next has gated norms, and Gemma's.
 OTHERS = [(model, "bfloat16", "eager", {}) for model in ("Llama W8A8", "Qwen3Next")]
 COMPILED = [(model, "bfloat16", "compiled", {}) for model in ("Llama", "Qwen3")]
@@ -156,8 +156,7 @@ def test_same_tokens(engine, without):
     assert found[-1]["priorities"]["fused_add_rms_norm"][0] == "fusednorm_default"
     assert found[-1]["counts"].keys() == {"fused_add_rms_norm_", "silu_and_mul", "qk_norm_rope_"}
     # Where the two round alike, only the last bit of a reciprocal root differs, in some rows.
-    bfloat16 = slice(0, len(EAGER), 2)
-    assert bits_kept(found[bfloat16], without[0][bfloat16]) > 0.9
+    assert bits_kept(found[:1], without[0][:1]) > 0.9
 
 
 @pytest.mark.slow

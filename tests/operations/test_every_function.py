@@ -197,7 +197,7 @@ def test_gradients_are_derivatives(name):
     function, leaves = leaves_of(name, torch.float64)
     fast = name.startswith("attention")  # in a random direction, because its operands have many elements
     assert torch.autograd.gradcheck(function, leaves, check_forward_ad=True, check_batched_grad=True, fast_mode=fast)
-    assert torch.autograd.gradgradcheck(function, leaves, check_fwd_over_rev=True, fast_mode=fast)
+    assert torch.autograd.gradgradcheck(function, leaves, check_fwd_over_rev=True, fast_mode=True)  # in one, too
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])

@@ -13,9 +13,8 @@ HERE = Path(__file__).parents[1]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="operands lie between pages guarded by mprotect")
-@pytest.mark.parametrize("operations", [["--only", "rms_norm", "fused_add_rms_norm"], []], ids=["norms", "all"])
-def test_two_seconds(operations):
-    command = [sys.executable, "-P", HERE / "fuzz.py", "--minutes", "0.034", *operations]
+def test_two_seconds():
+    command = [sys.executable, "-P", HERE / "fuzz.py", "--minutes", "0.034"]
     done = subprocess.run(command, capture_output=True, text=True)
     print(done.stdout)  # the seed, and the inputs tried
     assert done.returncode == 0, done.stdout + done.stderr
