@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # where Python is told to leave the script's folder out
@@ -29,27 +30,11 @@ FOLDERS = ("fusednorm", "backends", "csrc", "cpu", "tests", "docs", ".github")
 FILES = ("pyproject.toml", "tox.ini", "README.md", "LICENSE")
 
 
-#: A mutant whose description begins so is run against the files of that name alone, of the tests and of the kit, and
-#: against those of all operations if it is one of these.
+#: A mutant whose description begins with the name of a file of tests (Onnx: test_onnx.py) is run against the files of
+#: that name alone, of the tests and of the kit, and against those of all operations if it is one of these.
 OF_OPERATIONS = ("Norm_before_add", "Affine", "Gated", "Norm_gated", "Quantized", "Rotation", "Log_prob")
-ONE_FILE = (
-    *(
-        "Triton_cpu",
-        "Triton",
-        "CUDA",
-        "Distributed",
-        "Registry",
-        "Call",
-        "Layout",
-        "Listeners",
-        "Onnx",
-        "Declared",
-        "Products",
-        "Attention",
-        "Int8_linear",
-    ),
-    *OF_OPERATIONS,
-)
+#: Tests of these files take vLLM.
+OF_VLLM = ("Vllm_attention", "Vllm_layers", "Vllm_products")
 
 
 def misplaced(mutants=MUTANTS):
@@ -96,6 +81,11 @@ def run_tests(folder, backend, tests):
     return subprocess.run(command, env=clean, capture_output=True, text=True)
 
 
+def of_tests(name, folder=ROOT):
+    """The files of tests that a description names."""
+    return list(folder.glob(f"tests/**/test_{name.lower()}.py")) if name[0].isupper() else []
+
+
 def first_failure(folder, mutant):
     """A test that fails, or how the tests end; None if all pass. The kit goes first: it guards the kernels."""
     kit = "fusednorm.conformance.test_"
@@ -103,6 +93,7 @@ def first_failure(folder, mutant):
     never = ("test_install.py", "test_mutations.py")  # the second would notice the change of the text itself
     others = [path for path in sorted(folder.glob("tests/*/test_*.py")) if path.name not in never]
     others = [path for path in others if path.parent.name != "clients"]
+    name = mutant.fault.partition(":")[0]
     if mutant.backend:  # interpreted: the quickest first, but for those of what the description names
         files = (("quantizer", "quantized"), ("gate", "operations"), ("rotation", "rotation"))
         about = [name for word, name in files if word in mutant.fault]
@@ -111,16 +102,15 @@ def first_failure(folder, mutant):
         others = []
         if mutant.backend == "cuda":
             first.insert(len(about), folder / "tests/backends/test_cuda_launch.py")
-    elif (name := mutant.fault.partition(":")[0]) in ONE_FILE:
-        file = f"test_{name.lower()}.py"
-        first, others = list(folder.glob(f"tests/**/{file}")), []
+    elif found := of_tests(name, folder):
+        first, others = found, []
         if name in OF_OPERATIONS:
             tables = ("one_call", "every_function", "bad_operands", "operators")
             first += [kit + "operations", *(folder / f"tests/operations/test_{table}.py" for table in tables)]
-        if (folder / "fusednorm" / "conformance" / file).exists():
+        if (folder / "fusednorm" / "conformance" / found[0].name).exists():
             first.append(kit + name.lower())
     done = run_tests(folder, mutant.backend, dict.fromkeys(map(str, [*first, *others])))
-    if done.returncode == 0:
+    if done.returncode == 0 and " passed" in done.stdout:
         return None
     found = [line for line in done.stderr.splitlines() if line.startswith("executed PTX:")]
     if found:
@@ -143,6 +133,9 @@ def main():
         return int(mechanical.run(options.python, options.tests) > 0)
     only = options.only or [""]
     chosen = [m for m in MUTANTS if any(text in m.fault for text in only)]
+    if find_spec("vllm") is None and (left := [m for m in chosen if m.fault.startswith(OF_VLLM)]):
+        print(f"{len(left)} mutants take vLLM: tox -e mutations-vllm")
+        chosen = [mutant for mutant in chosen if mutant not in left]
     survivors, killers = 0, set()
     if wrong := misplaced(chosen):  # before the first is built, which takes a while
         sys.exit("\n".join(wrong))

@@ -129,7 +129,7 @@ FN_INLINE int64_t pass_over_segment(int center, int kind, int parts, const struc
         }
         return PASS(parts);
     }
-    if (row && before) switch (parts) {
+    if (row && before && !FEW_KINDS) switch (parts) {
         case ALWAYS: return PASS(ALWAYS);
         case ALWAYS | SUMMED: return PASS(ALWAYS | SUMMED);
         case ALWAYS | SUMMED | MERGED: return PASS(ALWAYS | SUMMED | MERGED);

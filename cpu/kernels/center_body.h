@@ -10,7 +10,7 @@
 #if defined(REST)
 #define CENTERED(fn) fn(BF16P, ANY, F32, BF16P)
 #define CENTERED_AS_IS(fn) fn(BF16P, NONE, BF16P, BF16P)
-#elif ONLY_FLOAT_IS_CENTERED
+#elif FEW_KINDS
 #define CENTERED(fn) FROM_FLOAT(fn)
 #define CENTERED_AS_IS(fn)
 #else

@@ -1,12 +1,7 @@
 /* Passes over rows that are normalised less their means, as center_body.h has them; included by kernel_body.h. */
-#if defined(LANES) && LANES == 1 /* portable kernels: few processors run them, and each kind takes 10 KB */
-#define ONLY_FLOAT_IS_CENTERED 1
-#else
-#define ONLY_FLOAT_IS_CENTERED 0
-#endif
 #if defined(REST)
 #define CENTERED_KINDS(fn) fn(BF16P)
-#elif ONLY_FLOAT_IS_CENTERED
+#elif FEW_KINDS
 #define CENTERED_KINDS(fn) fn(F32)
 #else
 #define CENTERED_KINDS(fn) fn(F32) fn(F16) fn(ALL_BF16)

@@ -21,6 +21,7 @@
  *   READS_AHEAD                where memory is read faster if it is fetched first:
  *   u_read                       u_load, which fetches the unit that is so many bytes ahead
  *   ROW_BY_ROW                 where it is slower to make a row's second pass together with the next row's first
+ *   FEW_KINDS                  where kernels are not worth their code for each mix of kinds: those of the most mixes serve all
  *   ADDS_F16                   where float16 can be added without widening, with the same bits:
  *   u_add_f16                    rounds x + y to float16, stores the sum, and returns it
  *   BF16_BY_PARITY             where u_load and u_store know the kind BF16P
@@ -60,6 +61,10 @@
 
 #if !defined(ROW_BY_ROW)
 #define ROW_BY_ROW 0
+#endif
+
+#if !defined(FEW_KINDS)
+#define FEW_KINDS 0
 #endif
 
 #if !defined(ADDS_F16)

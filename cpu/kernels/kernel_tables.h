@@ -10,6 +10,8 @@
  *   ADDS       x, residual: the sum alone
  *   ONE_KIND   bias, kind, residual, norm: x, residual, h and out are of one kind, and the weight is float
  *
+ * With FEW_KINDS, SCALES_OF_ANY serves SCALES and AFFINE_AS_IS too.
+ *
  * `bias` is its kind, NONE where the row is not affine. BF16P takes part in combinations of its own alone (see kinds.h). With
  * ROW_BY_ROW, tables of ONE_KIND are empty.
  */
@@ -47,6 +49,12 @@
     fn(F32, NONE, NONE, NONE, F32) fn(F16, NONE, NONE, NONE, F16) fn(ALL_BF16, NONE, NONE, NONE, ALL_BF16)
 #define SCALES_OF_ANY(fn) SCALES_OF_ANY_OF(fn, ANY, NONE) SCALES_OF_ANY_OF(fn, F32, F32)
 #define AFFINE_AS_IS(fn) AFFINE_AS_IS_OF(fn, F16) AFFINE_AS_IS_OF(fn, ALL_BF16)
+#if FEW_KINDS
+#undef SCALES
+#undef AFFINE_AS_IS
+#define SCALES(fn)
+#define AFFINE_AS_IS(fn)
+#endif
 #define ADDS(fn) ADDS_OF(fn, F32) ADDS_OF(fn, F16) ADDS_OF(fn, BF16)
 #if ROW_BY_ROW
 #define ONE_KIND(fn, bias)

@@ -3,6 +3,7 @@
 
 #define ISA scalar
 #define LANES 1
+#define FEW_KINDS 1 /* few processors run them */
 #define ROW_BY_ROW 1 /* arithmetic is the limit: two passes together take a fifth longer, for want of registers */
 
 typedef float V;
