@@ -26,6 +26,7 @@ FEW_LOG_PROB = "log-prob-2?"
     *("cuda", "triton_ptx", "triton"),
     but=["spec-*", "gated-*", "compositions-*", FEW_LOG_PROB, *FEW_QUANTIZED],
 )
+@pytest.mark.left_out("triton_ptx", of=["*1", "*3", "*5", "*7", "*9"])  # the interpreter has all
 def test_golden_vectors(mode, agree, name, index):
     """Outputs and gradients of every backend, from stored inputs."""
     golden.compare(VECTORS[name, index], agree)
