@@ -8,7 +8,6 @@ import copy
 import pytest
 import torch
 from every_operation import FUNCTIONS, MORE, function_of, have_gradients, partly, without_outputs
-from torch._dynamo.backends.debugging import aot_eager
 
 import fusednorm
 from fusednorm.compat import (
@@ -192,7 +191,7 @@ def test_one_graph_for_all_shapes(name):
     Without gradients a call is one operator: ``fusednorm/operations/inference.py``. In float32 no compiler would show
     that it leaves out a rounding.
     """
-    call, graphs, made_at_first = called(name), [], 0
+    call, graphs, made_at_first, aot_eager = called(name), [], 0, torch._dynamo.lookup_backend("aot_eager")
     chosen = of_rows(tensors(made(name)))
 
     def packed(mask, operands):
