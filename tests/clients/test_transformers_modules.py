@@ -406,6 +406,8 @@ def test_c_takes_a_norm_as_python_does(kind):
         if undo is not None:
             undo()
         assert found is None, name
+        if "eps" in name:  # which C and Python read of a module; the rest they look at in each call
+            assert taken(changed._fusednorm.forms, changed._fusednorm.reads, x, changed) is None, name
 
 
 class StopError(Exception):

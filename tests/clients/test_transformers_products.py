@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from small_models import small_model
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusednorm
 import fusednorm.transformers
 from fusednorm.reference.angles import cosine_and_sine, power
-from fusednorm.transformers import patching, replacing, tables
+from fusednorm.transformers import patching, products, replacing, tables
 from fusednorm.transformers.products import PatchedConv1D, PatchedProduct
 
 transformers = pytest.importorskip("transformers", reason="the tox environment `transformers` installs it")
@@ -690,3 +691,15 @@ def test_gradients_are_recorded():
     fusednorm.transformers.patch(model, products=True)
     model(tokens(), labels=tokens()).loss.backward()
     assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_a_weight_that_stands_for_others_has_products_of_its_own(monkeypatch):
+    """As one that another library quantizes after the patch."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 3))
+    assert fusednorm.transformers.patch(model, products=True).products == 1
+    x, weight = torch.randn(2, 8), model[0].weight.detach()
+    monkeypatch.setattr(products, "linear", None)
+    with pytest.raises(TypeError, match="not callable"):
+        model(x)
+    model[0].weight = torch.nn.Parameter(TwoTensor(weight, weight.clone()))
+    assert isinstance(model(x), TwoTensor)
