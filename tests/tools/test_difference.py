@@ -17,6 +17,7 @@ A = {
     "layers.0.norm": torch.tensor([1.0, float("nan"), 0.0, 3.0]),
     "layers.1.norm": torch.ones(4),
     "head": torch.arange(4),
+    "numbers": torch.tensor([0, 127], dtype=torch.uint8).view(torch.float8_e4m3fn),
     "left": torch.ones(2),
     "other": torch.ones(2),
 }
@@ -24,6 +25,7 @@ B = {
     "layers.0.norm": torch.tensor([1.0, float("nan"), -0.0, 3.0000002]),
     "layers.1.norm": torch.ones(4),
     "head": torch.arange(4),
+    "numbers": torch.tensor([128, 127], dtype=torch.uint8).view(torch.float8_e4m3fn),
     "other": torch.ones(2, dtype=torch.bfloat16),
     "right": torch.ones(2),
 }
@@ -31,6 +33,7 @@ FOUND = [
     Share("layers.0.norm", 4, 3),
     Share("layers.1.norm", 4, 4),
     Share("head", 4, 4),
+    Share("numbers", 2, 1),
     Share("left", reason="only in A"),
     Share("other", reason="A has float32 [2], B has bfloat16 [2]"),
     Share("right", reason="only in B"),
@@ -44,7 +47,7 @@ def saved(folder, **runs):
 
 
 def test_shares():
-    """NaN equals NaN, and +0 equals -0; what cannot be compared says why."""
+    """NaN equals NaN, and +0 equals -0, but not in 8 bits; what cannot be compared says why."""
     assert shares(A, B) == FOUND
 
 
