@@ -51,6 +51,26 @@ def test_shares():
     assert shares(A, B) == FOUND
 
 
+class Adds(torch.nn.Module):
+    """A step that writes to its argument."""
+
+    def forward(self, x):
+        return x.add_(1).clone()
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.step = Adds()
+
+    def forward(self, x, use_cache):
+        return self.step(x.clone())
+
+
+def test_a_step_is_given_its_arguments_as_they_were():
+    assert shares_of_models(Model(), Model(), {"x": torch.ones(3)}) == [Share("step", 3, 3, 3)]
+
+
 def test_layers_are_added_up():
     """Also the shares from equal inputs; a step that could not be compared keeps its own line."""
     assert in_all_layers(FOUND) == [Share("layers.*.norm", 8, 7), *FOUND[2:]]
