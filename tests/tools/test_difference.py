@@ -58,7 +58,9 @@ class Adds(torch.nn.Module):
         return x.add_(1).clone()
 
 
-class Model(torch.nn.Module):
+class OneStep(torch.nn.Module):
+    """A model of that step."""
+
     def __init__(self):
         super().__init__()
         self.step = Adds()
@@ -68,7 +70,7 @@ class Model(torch.nn.Module):
 
 
 def test_a_step_is_given_its_arguments_as_they_were():
-    assert shares_of_models(Model(), Model(), {"x": torch.ones(3)}) == [Share("step", 3, 3, 3)]
+    assert shares_of_models(OneStep(), OneStep(), {"x": torch.ones(3)}) == [Share("step", 3, 3, 3)]
 
 
 def test_layers_are_added_up():
