@@ -8,6 +8,7 @@ from rich.console import Console
 from torch.overrides import TorchFunctionMode
 
 import fusednorm
+from fusednorm.engine import choose
 from fusednorm.operations.listed import every
 from fusednorm.tools import cli
 from fusednorm.tools.cli import OPS, UnusableError
@@ -355,6 +356,17 @@ def test_by_operation(made_up_times, called, capsys):
 def test_only_what_has_gradients_goes_backward(monkeypatch):
     assert "made up" not in peer(monkeypatch, formula).measure(cell("backward"))
     assert "made up" in peer(monkeypatch, formula, gradients=True).measure(cell("backward"))
+
+
+def test_each_contender_is_timed_with_its_backend():
+    seen = set()
+
+    def calling(name):
+        return lambda: seen.add((name, choose.request()))
+
+    names = ("cpu", "reference")
+    clock.Clock(CPU).timed([clock.Run(clock.Contender(n, None, 0, backend=n), calling(n), [()]) for n in names])
+    assert seen == {(name, name) for name in names}
 
 
 # The command
