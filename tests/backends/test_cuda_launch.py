@@ -161,10 +161,10 @@ def test_forward():
     assert fast_calls("cpu")("norm", x=x, residual=residual, weight=weight) is None
 
 
-@pytest.mark.parametrize("between", [None, F32])
-def test_a_norm_before_the_addition(between, names):
+@pytest.mark.parametrize(("between", "hidden"), [(None, 20_008), (F32, 2056)])  # a cluster, a block
+def test_a_norm_before_the_addition(between, hidden, names):
     """One kernel; the fast path launches it from the second call on, and the kernels of other calls never."""
-    x, residual, weight = operands(Case(rows=5, hidden=2056).of(BF16))
+    x, residual, weight = operands(Case(rows=5, hidden=hidden).of(BF16))
     take = fast_calls("cuda")
 
     def fast(followed, first_weight=weight):
@@ -176,7 +176,7 @@ def test_a_norm_before_the_addition(between, names):
             return rms_norm_add_rms_norm(x, residual, weight, weight, 1e-6, next_eps=1e-5, between=between)
         return None, fusednorm.rms_norm_add(x, residual, weight, 1e-6, between=between)
 
-    odd = torch.zeros(2057, dtype=BF16)[1:]
+    odd = torch.zeros(hidden + 1, dtype=BF16)[1:]
     for followed in (True, False):
         nothing_held()
         by("cuda", fusednorm.fused_add_rms_norm, x, residual, weight)
