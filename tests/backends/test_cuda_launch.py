@@ -161,26 +161,31 @@ def test_forward():
     assert fast_calls("cpu")("norm", x=x, residual=residual, weight=weight) is None
 
 
-@pytest.mark.parametrize(("between", "hidden"), [(None, 20_008), (F32, 2056)])  # a cluster, a block
-def test_a_norm_before_the_addition(between, hidden, names):
+@pytest.mark.parametrize(
+    ("between", "hidden", "round_norm"),
+    [(None, 20_008, True), (F32, 2056, False), (None, 140_008, False)],  # a cluster, a block, a row that is read twice
+)
+def test_a_norm_before_the_addition(between, hidden, round_norm, names):
     """One kernel; the fast path launches it from the second call on, and the kernels of other calls never."""
     x, residual, weight = operands(Case(rows=5, hidden=hidden).of(BF16))
     take = fast_calls("cuda")
 
     def fast(followed, first_weight=weight):
         operands = {"x": x, "residual": residual, "weight": first_weight, "next_weight": weight if followed else None}
-        return take("two_norms", **operands, eps=1e-6, next_eps=1e-5, between=between, next_norm=followed)
+        flags = {"between": between, "round_norm": round_norm, "next_norm": followed}
+        return take("two_norms", **operands, eps=1e-6, next_eps=1e-5, **flags)
 
     def python(followed):
+        flags = {"between": between, "round_norm": round_norm}
         if followed:
-            return rms_norm_add_rms_norm(x, residual, weight, weight, 1e-6, next_eps=1e-5, between=between)
-        return None, fusednorm.rms_norm_add(x, residual, weight, 1e-6, between=between)
+            return rms_norm_add_rms_norm(x, residual, weight, weight, 1e-6, next_eps=1e-5, **flags)
+        return None, fusednorm.rms_norm_add(x, residual, weight, 1e-6, **flags)
 
-    odd = torch.zeros(hidden + 1, dtype=BF16)[1:]
+    odd, kernel = torch.zeros(hidden + 1, dtype=BF16)[1:], "forward_wide" if hidden == 140_008 else "forward"
     for followed in (True, False):
         nothing_held()
         by("cuda", fusednorm.fused_add_rms_norm, x, residual, weight)
-        by_turns([Kind({"followed": followed}, ("forward",))], names, python, fast)
+        by_turns([Kind({"followed": followed}, (kernel,))], names, python, fast)
         assert fast(followed, None) is None
         assert fast(followed, odd) is None  # begins where the kernel that is held reads nothing
 
