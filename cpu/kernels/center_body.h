@@ -7,10 +7,7 @@
  *   CENTERED           h, norm, affine, out: `affine` is the kind of the weight and of the bias
  */
 #define FROM_FLOAT(fn) fn(F32, ANY, F32, F32) fn(F32, ANY, F32, F16) fn(F32, ANY, F32, BF16)
-#if defined(REST)
-#define CENTERED(fn) fn(BF16P, ANY, F32, BF16P)
-#define CENTERED_AS_IS(fn) fn(BF16P, NONE, BF16P, BF16P)
-#elif FEW_KINDS
+#if FEW_KINDS
 #define CENTERED(fn) FROM_FLOAT(fn)
 #define CENTERED_AS_IS(fn)
 #else

@@ -1,7 +1,5 @@
 /* Passes over rows that are normalised less their means, as center_body.h has them; included by kernel_body.h. */
-#if defined(REST)
-#define CENTERED_KINDS(fn) fn(BF16P)
-#elif FEW_KINDS
+#if FEW_KINDS
 #define CENTERED_KINDS(fn) fn(F32)
 #else
 #define CENTERED_KINDS(fn) fn(F32) fn(F16) fn(ALL_BF16)

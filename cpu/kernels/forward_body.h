@@ -43,7 +43,7 @@ static struct plan plan_of(const struct fn_forward_job *job, int64_t rows) {
     int operand = p.residual ? p.residual : p.x;
     p.keep = (p.residual && p.residual != F32 && !p.round_sum) || (operand != p.out && operand != F32);
     p.center = (job->flags & FN_CENTER) != 0;
-    if (p.center && (p.residual ? p.x != p.residual || !FN_OF(centered_passes).add[p.x] : !FN_OF(centered_passes).sum[p.x]))
+    if (AFFINE && p.center && (p.residual ? p.x != p.residual || !FN_OF(centered_passes).add[p.x] : !FN_OF(centered_passes).sum[p.x]))
         p.keep = 1;
     p.h = p.keep ? F32 : operand;
     return p;
@@ -62,6 +62,7 @@ static const void *float_weight(const struct fn_forward_job *job, const struct p
     return scratch;
 }
 
+#if AFFINE
 /*
  * The weight and the bias as rows of float: in scratch, unless they are that already. Without a bias -0, as y + -0 is y. Or
  * as they are, if they are of out's kind.
@@ -92,6 +93,7 @@ static struct affine affine_of(const struct fn_forward_job *job, const struct pl
     }
     return a;
 }
+#endif
 
 /* The job whose first row is row m. */
 static struct fn_forward_job job_from(const struct fn_forward_job *job, int64_t m) {
@@ -107,7 +109,7 @@ static struct fn_forward_job job_from(const struct fn_forward_job *job, int64_t 
     return part;
 }
 
-#if !defined(REST)
+#if AFFINE
 /* Rows of kinds that cannot be centered as they are: h is kept as float. */
 static void widen_rows(const struct fn_forward_job *part, const struct batch *batch) {
     for (int64_t k = 0; k < batch->rows; k++) {
@@ -125,14 +127,11 @@ static void widen_rows(const struct fn_forward_job *part, const struct batch *ba
         }
     }
 }
-#endif
 
 /* The means of rows, and the sums of the squares of what is left of them. */
 static void center_rows(const struct plan *p, const struct fn_forward_job *part, struct batch *batch) {
     const struct centered_passes *const passes = &FN_OF(centered_passes);
-#if !defined(REST)
     if (p->keep) widen_rows(part, batch);
-#endif
     if (p->residual && !p->keep) passes->add[p->x](part, batch);
     else
         for (int64_t k = 0; k < batch->rows; k++)
@@ -142,10 +141,15 @@ static void center_rows(const struct plan *p, const struct fn_forward_job *part,
         batch->rstd[k] = passes->squares[p->h](batch->h + k * batch->h_stride, batch->mean[k], part->hidden, 0, batch->sums);
 }
 
+#endif
+
 /* The first pass over a batch, up to rstd. */
 static void first_pass(const struct plan *p, const struct fn_forward_job *part, struct batch *batch) {
+#if AFFINE
     if (p->center) center_rows(p, part, batch);
-    else sums[p->x][p->residual][p->round_sum](part, batch);
+    else
+#endif
+    sums[p->x][p->residual][p->round_sum](part, batch);
     for (int64_t k = 0; k < batch->rows; k++) batch->rstd[k] = rstd_of(batch->rstd[k], part->hidden, part->eps);
     if (part->rstd) memcpy(part->rstd, batch->rstd, (size_t)batch->rows * sizeof(float));
 }
@@ -153,13 +157,16 @@ static void first_pass(const struct plan *p, const struct fn_forward_job *part, 
 static void second_pass(const struct plan *p, const struct fn_forward_job *part, const struct batch *batch) {
     const struct second_passes *const passes = second_passes_to(p->out);
     scale_fn *const known = passes->of[p->norm][p->gain][p->out][p->h == p->out];
+#if AFFINE
     const int as_is = batch->affine && batch->affine->as_is;
     const struct centered_passes *const centered = &FN_OF(centered_passes);
     if (p->center && as_is) centered->as_is[p->norm][p->out](part, batch);
     else if (p->center) centered->second[p->out][p->h == p->out](part, batch);
     else if (as_is) passes->affine_as_is[p->norm][p->out](part, batch);
     else if (batch->affine) passes->of_any[1][p->out][p->h == p->out](part, batch);
-    else (known ? known : passes->of_any[0][p->out][p->h == p->out])(part, batch);
+    else
+#endif
+    (known ? known : passes->of_any[0][p->out][p->h == p->out])(part, batch);
 }
 
 /* Long rows of one kind: the first pass of each with the second pass of the row before it. */
@@ -245,8 +252,8 @@ void FN_OF(forward_rows)(const struct fn_forward_job *job, int64_t begin, int64_
     }
     struct plan p = plan_of(job, end - begin);
 #if defined(REST)
-    const int adds_f16 = ADDS_F16 && p.x == F16 && p.residual == F16 && p.round_sum && p.out == F16 && !p.center;
-    if (p.x != BF16P && !adds_f16) {
+    const int adds_f16 = ADDS_F16 && p.x == F16 && p.residual == F16 && p.round_sum && p.out == F16;
+    if (p.center || fn_has_affine_rows(job) || (p.x != BF16P && !adds_f16)) {
         FN_JOIN(fn_forward_rows, REST)(job, begin, end, scratch);
         return;
     }
@@ -264,7 +271,6 @@ void FN_OF(forward_rows)(const struct fn_forward_job *job, int64_t begin, int64_
     int one_kind = !p.center && !few && p.x == p.out && p.h == p.out && !p.keep &&
                    FN_OF(overlaps)[p.x][p.residual != NONE][0][NONE] && /* BF16 has none where BF16P has */
                    (is_short || job->overlaps);
-    struct affine rows;
     const struct affine *affine = NULL;
     struct fn_forward_job in_order;
     if (p.ordered && !fn_has_affine_rows(job)) { /* the weight takes the place of the one that is not in order */
@@ -272,11 +278,15 @@ void FN_OF(forward_rows)(const struct fn_forward_job *job, int64_t begin, int64_
         in_order.weight = float_weight(job, &p, (float *)((char *)scratch + job->affine));
         job = &in_order;
         p.ordered = 0;
-    } else if (fn_has_affine_rows(job)) {
+    }
+#if AFFINE
+    struct affine rows;
+    if (fn_has_affine_rows(job)) {
         const int as_is = few || (!is_short && job->affine_as_is && (OVERLAPS_AS_IS || !one_kind));
         rows = affine_of(job, &p, as_is, (float *)((char *)scratch + job->affine));
         affine = &rows;
     }
+#endif
     if (one_kind && !is_short)
         forward_overlapped(&p, job, begin, end, scratch, affine);
     else if (one_kind && !job->bypass_cache)

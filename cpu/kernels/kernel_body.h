@@ -31,7 +31,8 @@
  *   HALVES_ROWS                where it is cheaper to halve a whole batch of units at once:
  *   halve_rows                   u_halve of each of BATCH units, stored as consecutive floats
  *   REST                       an instruction set whose kernels this one takes, but for rows of bfloat16 alone, which it reads
- *                              by parity, and with ADDS_F16 for those whose float16 it adds
+ *                              by parity, and with ADDS_F16 for those whose float16 it adds; rows with a bias, with a weight for
+ *                              each head and less their means gain nothing
  *   OVERLAPS_AS_IS             where overlapping rows of bfloat16 may take a weight and a bias as they are (tuning.c)
  *   OPAQUE_INDEX               where the compiler does not know UNIT:
  *   u_index                      returns its argument, but hides from the compiler how it was computed
@@ -80,6 +81,12 @@
 
 #if !defined(OVERLAPS_AS_IS)
 #define OVERLAPS_AS_IS 0
+#endif
+
+#if defined(REST)
+#define AFFINE 0 /* whether there are kernels of affine rows and of centered ones */
+#else
+#define AFFINE 1
 #endif
 
 #if !defined(OPAQUE_INDEX)
@@ -268,7 +275,7 @@ static void widen_by_parity(int kind, const void *weight, float offset, float fi
 #include "kernels/kernel_tables.h"
 #endif
 
-#if FN_FAMILY & FN_CENTERED
+#if FN_FAMILY & FN_CENTERED && AFFINE
 #include "kernels/center_body.h"
 #endif
 

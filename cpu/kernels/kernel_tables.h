@@ -71,15 +71,19 @@
 #endif
 #define SUMS(fn) IF_ADDS_F16(fn(F16, F16, ROUNDED)) SUMS_BY_PARITY(fn)
 #define SCALES(fn) SCALES_OF(fn, BF16P, BF16P) SCALES_IN_ORDER(fn) WITH_OFFSET_OF(fn, BF16P) fn(BF16P, NONE, NONE, NONE, BF16P)
-#define SCALES_OF_ANY(fn) SCALES_OF_ANY_BY_PARITY(fn, ANY, NONE) SCALES_OF_ANY_BY_PARITY(fn, F32, F32)
-#define AFFINE_AS_IS(fn) AFFINE_AS_IS_OF(fn, BF16P)
+#define SCALES_OF_ANY(fn) SCALES_OF_ANY_BY_PARITY(fn, ANY, NONE)
+#define AFFINE_AS_IS(fn)
 #define ONE_KIND(fn, bias) IF_ADDS_F16(fn(bias, F16, F16, NONE) fn(bias, F16, F16, F16)) ONE_KIND_OF(fn, bias, BF16P)
 #endif
+#if AFFINE
 #define SHORTS(fn) ONE_KIND(fn, NONE) ONE_KIND(fn, F32)
-#if OVERLAPS_AS_IS
-#define OVERLAPS(fn) ONE_KIND(fn, NONE) ONE_KIND(fn, F32) ONE_KIND_OF(fn, BF16P, BF16P)
 #else
-#define OVERLAPS(fn) ONE_KIND(fn, NONE) ONE_KIND(fn, F32)
+#define SHORTS(fn) ONE_KIND(fn, NONE)
+#endif
+#if OVERLAPS_AS_IS
+#define OVERLAPS(fn) SHORTS(fn) ONE_KIND_OF(fn, BF16P, BF16P)
+#else
+#define OVERLAPS(fn) SHORTS(fn)
 #endif
 
 #if FN_FAMILY & FN_NORMS

@@ -9,6 +9,7 @@ FN_TARGET("avx512f,avx512bw,avx512dq,avx512vl")
 #include "machine/x86/avx512.h"
 
 #define ISA avx512
+#define OVERLAPS_AS_IS 1
 
 #include "machine/pairs.h"
 #include "kernels/kernel_body.h"

@@ -14,7 +14,6 @@ FN_TARGET("avx512f,avx512bw,avx512dq,avx512vl")
 
 #define ISA zen4
 #define REST avx512
-#define OVERLAPS_AS_IS 1
 
 #include "machine/pairs.h"
 #include "kernels/kernel_body.h"
