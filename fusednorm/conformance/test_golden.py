@@ -26,9 +26,9 @@ FEW_LOG_PROB = "log-prob-2?"
     *("cuda", "triton_ptx", "triton"),
     but=["spec-*", "gated-*", "compositions-*", FEW_LOG_PROB, *FEW_QUANTIZED],
 )
-@pytest.mark.left_out("triton_ptx", of=["*1", "*3", "*5", "*7", "*9"])  # the interpreter has all
+@pytest.mark.left_out("triton_ptx", of=["spec-*[13579]", "quantized-*[13579]", "compositions-*[13579]"])
 def test_golden_vectors(mode, agree, name, index):
-    """Outputs and gradients of every backend, from stored inputs."""
+    """Outputs and gradients of every backend, from stored inputs. Triton's interpreter has those that its PTX has not."""
     golden.compare(VECTORS[name, index], agree)
 
 

@@ -692,7 +692,7 @@ def log_probabilities(function, given, **flags):
     return found
 
 
-@pytest.mark.parametrize(("dtype", "hidden"), [(BF16, 140_003), (F16, 40), (F32, 1000), (F64, 20_008)], ids=str)
+@pytest.mark.parametrize(("dtype", "hidden"), [(BF16, 140_003), (F16, 40), (F32, 20_008), (F64, 20_008)], ids=str)
 def test_log_probabilities(dtype, hidden, names):
     """One kernel for each pass, of rows in two levels, of one block or of a cluster; each kind has its own."""
     generator = torch.Generator().manual_seed(hidden)
