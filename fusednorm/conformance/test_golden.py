@@ -28,7 +28,7 @@ FEW_LOG_PROB = "log-prob-2?"
 )
 @pytest.mark.left_out("triton_ptx", of=["spec-*[13579]", "quantized-*[13579]", "compositions-*[13579]"])
 def test_golden_vectors(mode, agree, name, index):
-    """Outputs and gradients of every backend, from stored inputs. Triton's interpreter has those that its PTX has not."""
+    """Outputs and gradients of every backend, from stored inputs. The interpreter of Triton has all."""
     golden.compare(VECTORS[name, index], agree)
 
 
