@@ -68,8 +68,8 @@ def build(mutant, folder):
     subprocess.run((sys.executable, "-m", *install), check=True)
 
 
-def run_tests(folder, backend, tests):
-    """Runs tests until one fails; on one backend if it has a name."""
+def run_tests(folder, backend, tests, capability="90"):
+    """Runs tests until one fails; on one backend if it has a name, of CUDA's as a GPU of this capability."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("FUSEDNORM_")}
     if backend:
         clean["FUSEDNORM_BACKEND"] = backend
@@ -77,7 +77,7 @@ def run_tests(folder, backend, tests):
     options = ("pytest", "-q", "-x", "--no-header", "--tb=no", "--rootdir=/", "-p", "no:cacheprovider", "--pyargs")
     command = (sys.executable, "-P", "-m", *options, *tests)
     if backend == "cuda":  # -s: the last words of a process that dies are not lost
-        command = (folder / "tests/machines/emulation/ptx", "cuda", "--sm", "90", "--", *command, "-s")
+        command = (folder / "tests/machines/emulation/ptx", "cuda", "--sm", capability, "--", *command, "-s")
     return subprocess.run(command, env=clean, capture_output=True, text=True)
 
 
@@ -110,6 +110,8 @@ def first_failure(folder, mutant):
         if (folder / "fusednorm" / "conformance" / found[0].name).exists():
             first.append(kit + name.lower())
     done = run_tests(folder, mutant.backend, dict.fromkeys(map(str, [*first, *others])))
+    if mutant.backend == "cuda" and done.returncode == 0:  # older GPUs round to 8 bits in integers
+        done = run_tests(folder, "cuda", [f"{kit}golden"], capability="80")
     if done.returncode == 0 and " passed" in done.stdout:
         return None
     found = [line for line in done.stderr.splitlines() if line.startswith("executed PTX:")]
