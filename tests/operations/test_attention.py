@@ -136,12 +136,20 @@ def test_what_is_not_visible_has_no_part_in_gradients():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_pages_are_compiled():
+    """A call is one operator, in one graph."""
     q, k, v = heads(8)
     given = (torch.tensor([[0]]), torch.tensor([0, 3]), torch.tensor([8]))
-    function = torch.compile(lambda *t: fusednorm.paged_attention(*t, window=3), backend="aot_eager", fullgraph=True)
+    graphs, aot_eager = [], torch._dynamo.lookup_backend("aot_eager")
+
+    def backend(graph, inputs):
+        graphs.append([str(node.target) for node in graph.graph.nodes if "fusednorm." in str(node.target)])
+        return aot_eager(graph, inputs)
+
+    function = torch.compile(lambda *t: fusednorm.paged_attention(*t, window=3), backend=backend, fullgraph=True)
     for rows in (3, 5):
         t = q[0, :, :rows].transpose(0, 1), k, v, *given
         assert function(*t).equal(fusednorm.paged_attention(*t, window=3))
+    assert [len(operators) for operators in graphs] == [1] * len(graphs) != []
 
 
 def test_places_that_do_not_fit_are_named():
