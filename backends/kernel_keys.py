@@ -5,12 +5,12 @@ For backends that compile kernels: everything counts but the number of rows, str
 
 from __future__ import annotations
 
+import functools
 import inspect
-import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,23 +19,18 @@ from fusednorm.calls import c_abi
 from fusednorm.calls.c_enums import Limit, Share
 from fusednorm.calls.call import (
     AnyCall,
-    AroundNorm,
     Backward,
     Call,
-    FirstNorm,
     Forward,
     GateSteps,
     Operation,
     Quantize,
     RMSNorm,
     Strides,
-    accumulator,
     gate_steps,
     with_functions,
 )
 from fusednorm.calls.gated_norm_calls import norm_of
-from fusednorm.calls.quantization import Quantization
-from fusednorm.calls.rotation_calls import heads_of
 from fusednorm.reference import norm as reference
 
 _MOST_ALIGNED = Limit.MOST_ALIGNED.value
@@ -51,191 +46,265 @@ FEW_ROWS = 16
 UNTRIED = "our tests have not run on a GPU yet"
 
 
-class QuantizerKind(NamedTuple):
-    """The parts of a quantizer that decide its kernel, beside the rows that it takes."""
+class Kind(NamedTuple):
+    """What of a call decides its kernels: a call without its memory, its rows, and the numbers that kernels are given.
 
-    #: Its numbers, floors and limits are arguments of kernels.
-    quantization: Quantization
-    #: Whether the rows come from a norm, which the same kernel computes.
-    normalises: bool
-    #: Whether these rows are stored too.
-    keeps: bool
+    ``kind.x`` is the dtype of x, or None if there is no x; ``kind.round_norm`` is that flag.
+    """
 
-    def constants(self, hidden_size: int) -> dict[str, str | int]:
-        """The constants that kernels for GPUs have compiled in for it."""
-        quantization = self.quantization
-        group, zero_point = quantization.group(hidden_size), quantization.zero_point
-        return {
-            "NUMBER": {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}.get(quantization.dtype, "whole"),
-            "PER": 0 if group == hidden_size else group,
-            "GIVEN": quantization.per == "tensor",
-            "SCALE_BY": quantization.scale_by,
-            "POWER_OF_TWO": quantization.round_scale is not None,
-            "APPLY": quantization.apply,
-            "MULTIPLIER": quantization.returns == "multiplier",
-            "ZERO_POINT": "plus_128" if zero_point == 128 else zero_point or "none",
-        }
-
-
-class GateOfNorm(NamedTuple):
-    """The parts of a gate that decide the kernel of a norm with it."""
-
-    activation: str
-    z: torch.dtype
-    #: The dtype to which rows are rounded between both; None where the gate comes first.
-    between: torch.dtype | None
-
-
-class ForwardKind(NamedTuple):
-    """The parts of a forward pass that decide its kernel."""
-
-    x: torch.dtype
-    residual: torch.dtype | None
-    weight: torch.dtype | None
-    out: torch.dtype | None
-    residual_out: torch.dtype | None
+    #: That of a :class:`Call`; else "norm", "norm_backward", or "quantize", with a norm before it or without.
+    name: str
     hidden_size: int
-    round_sum: bool
-    round_norm: bool
-    #: Whether rstd is wanted.
-    rstd: bool
-    #: Whether there is a weight offset.
-    offset: bool
     #: Bytes of which every row of every operand begins at a multiple.
     alignment: int
     #: Whether rows lie in two levels.
-    two_levels: bool = False
-    #: The norm of x before the addition.
-    first: FirstNorm | None = None
-    #: A bias, rows of heads and a scaled x.
-    around: AroundNorm | None = None
-    #: The quantizer that takes the rows.
-    quantizer: QuantizerKind | None = None
-    #: The gate after the norm, or before it.
-    gate: GateOfNorm | None = None
-    #: Whether rows are normalised less their means.
-    center: bool = False
+    two_levels: bool
+    #: The dtypes, by name, of the operands that decide how a row lies over threads.
+    rows: tuple[tuple[str, torch.dtype | None], ...]
+    #: Those of the other operands: most have one number for a row.
+    others: tuple[tuple[str, torch.dtype | None], ...]
+    #: By name. Of a number that kernels are given when they run, whether it is not 0.
+    flags: tuple[tuple[str, Any], ...]
+    #: Whether it is a :class:`Call` for gradients.
+    backward: bool = False
 
-    @classmethod
-    def of(cls, call: Forward) -> ForwardKind:
-        """The kind of a call."""
-        operation = call.operation
-        rows = zip((call.x, call.residual, call.out, call.residual_out), call.strides, strict=True)
-        of_heads = ((t, (0, 0 if t is None or t.dim() == 1 else t.shape[1])) for t in (call.weight, call.bias))
-        return cls(
-            *(operation.x, operation.residual, operation.weight, operation.out, operation.residual_out),
-            operation.hidden_size,
-            operation.round_sum,
-            operation.round_norm,
-            call.rstd is not None,
-            call.weight_offset != 0,
-            _alignment((*rows, *of_heads), (call.rstd, call.first_weight)),
-            call.inner != call.rows,
-            operation.first,
-            operation.around,
-            center=operation.center,
-        )
+    def __getattr__(self, name: str) -> Any:
+        """The dtype of an operand, or a flag, by its name."""
+        for found, value in (*self.rows, *self.others, *self.flags):
+            if found == name:
+                return value
+        raise AttributeError(f"the kind of a call of {self.name} has no operand and no flag {name!r}")
 
-    @classmethod
-    def of_quantizer(cls, call: Quantize) -> ForwardKind:
-        """The kind of a call that quantizes rows. Without a norm these are those of x, and of out."""
-        if call.norm is not None:
-            kind = cls.of(call.norm)
-        else:
-            assert call.y is not None
-            alone = (call.y.dtype, None, None, call.y.dtype, None, call.hidden_size, True, False, False, False)
-            kind = cls(*alone, _alignment(((call.y, call.y_strides),), ()), call.inner != call.rows)
-        # A vector of numbers has as many elements as one of the operand with the narrowest type.
-        begins = call.out.data_ptr() | call.out_strides[0] | call.out_strides[1]
-        low = kind.alignment | begins * min(dtype.itemsize for dtype in kind.dtypes())
-        keeps = call.norm is None or call.norm.out is not None
-        quantizer = QuantizerKind(call.quantization, call.norm is not None, keeps)
-        return kind._replace(alignment=low & -low, quantizer=quantizer)
-
-    @classmethod
-    def of_gated(cls, call: Call) -> ForwardKind:
-        """The kind of a call with a norm and a gate."""
-        norm, z = norm_of(call), call.gate
-        kind = cls.of(norm)
-        low = kind.alignment | _alignment(((z, call.strides["gate"]),), ())
-        between = norm.operation.out if call.flags["norm_before_gate"] else None
-        gate = GateOfNorm(call.flags["activation"], z.dtype, between)
-        return kind._replace(x=call.x.dtype, out=call.out.dtype, alignment=low & -low, gate=gate)
-
-    @classmethod
-    def of_operation(cls, operation: RMSNorm, alignment: int = _MOST_ALIGNED) -> ForwardKind:
-        """The kind of most calls of an operation."""
-        dtypes = (operation.x, operation.residual, operation.weight, operation.out, operation.residual_out)
-        flags = (operation.round_sum, operation.round_norm, False, False)
-        kind = cls(*dtypes, operation.hidden_size, *flags, alignment)
-        return kind._replace(first=operation.first, around=operation.around, center=operation.center)
+    def changed(self, **changes: Any) -> Kind:
+        """The kind with other dtypes, flags and fields, by their names."""
+        parts = {part: dict(getattr(self, part)) for part in ("rows", "others", "flags")}
+        for named in parts.values():
+            named |= {name: changes.pop(name) for name in [*changes] if name in named}
+        return self._replace(**{part: tuple(named.items()) for part, named in parts.items()} | changes)
 
     @property
     def accumulator(self) -> torch.dtype:
         """The type that everything is computed in."""
-        return accumulator(self.x)
-
-    def operands(self) -> dict[str, torch.dtype | None]:
-        """The dtypes of the operands, but rstd, by their names in kernels."""
-        others = {"first_weight": self.first and self.first.weight, "bias": self.around and self.around.bias}
-        return {**dict(zip(self._fields, self[:5], strict=False)), **others, "z": self.gate and self.gate.z}
+        return torch.float64 if any(getattr(self, name, None) == torch.float64 for name in _DECIDING) else torch.float32
 
     def dtypes(self) -> list[torch.dtype]:
-        """The dtypes of the operands that there are, but rstd."""
-        return [dtype for dtype in self.operands().values() if dtype is not None]
+        """The dtypes of the operands that decide how a row lies over threads."""
+        return [dtype for _, dtype in self.rows if dtype is not None]
 
 
-class BackwardKind(NamedTuple):
-    """The parts of a backward pass that decide its kernels."""
+#: The operands that have a call computed in float64 where they are float64, as the specification says.
+_DECIDING = ("x", "y", "z", "q", "k", "q_out", "k_out", "logits", "rstd")
 
-    dy: torch.dtype
-    #: Of the gradient of residual_out.
-    d_total: torch.dtype | None
-    h: torch.dtype
-    weight: torch.dtype | None
-    dx: torch.dtype | None
-    dresidual: torch.dtype | None
-    dweight: torch.dtype | None
-    #: The type that everything is computed in, and the dtype of rstd.
-    accumulator: torch.dtype
-    hidden_size: int
-    #: Whether there is a weight offset.
-    offset: bool
-    #: Bytes of which every row of every operand begins at a multiple.
-    alignment: int
-    #: Whether rows lie in two levels.
-    two_levels: bool = False
-    #: Whether rows were normalised less their means.
-    center: bool = False
+#: The operands of a :class:`Call` without strides that kernels read or write several numbers of at a time; and those
+#: whose rows, if they have any, lie apart.
+_VECTORS = frozenset(("weight", "bias", "weight_scale", "q_weight", "k_weight"))
+_ALIGNED = _VECTORS | {"q_rstd", "k_rstd"}
+_VECTORS_AND_HEADS = _VECTORS | {"q", "k", "q_out", "k_out"}
 
-    @classmethod
-    def of(cls, call: Backward, partial: Tensor | None) -> BackwardKind:
-        """The kind of a pass with this scratch."""
-        rows = zip((call.dy, call.d_residual_out, call.h), call.strides, strict=True)
-        others = (call.rstd, call.weight, call.dx, call.dresidual, partial, call.dweight)
-        return cls(
-            call.dy.dtype,
-            _dtype(call.d_residual_out),
-            call.h.dtype,
-            _dtype(call.weight),
-            _dtype(call.dx),
-            _dtype(call.dresidual),
-            _dtype(call.dweight),
-            call.rstd.dtype,
-            call.operation.hidden_size,
-            call.weight_offset != 0,
-            _alignment(tuple(rows), others),
-            call.inner != call.rows,
-            call.operation.center,
-        )
+#: The flags of a :class:`Call` that kernels are given when they run.
+_GIVEN = frozenset(("eps", "weight_offset", "softcap", "ignore_index"))
 
-    def operands(self) -> dict[str, torch.dtype | None]:
-        """The dtypes of the operands, but rstd and the scratch, by their names in kernels."""
-        return dict(zip(self._fields, self[:7], strict=False))
+#: The names of the calls of log-probabilities that kernels for GPUs have.
+LOG_PROBABILITIES = ("log_softmax", "logsumexp", "selected", "selected_and_entropy")
 
-    def dtypes(self) -> list[torch.dtype]:
-        """The dtypes of the operands with a row for each row of the call, and of the weight."""
-        return [dtype for dtype in self[:6] if dtype is not None]
+
+@functools.lru_cache(maxsize=512)
+def kind_of_norm(
+    operation: RMSNorm,
+    alignment: int = _MOST_ALIGNED,
+    two_levels: bool = False,
+    rstd: torch.dtype | None = None,
+    weight_offset: bool = False,
+    **changes: Any,
+) -> Kind:
+    """The kind of calls of an operation: of most of them, where nothing more is said.
+
+    ``changes``: as :meth:`Kind.changed` takes them.
+    """
+    first, around = operation.first, operation.around
+    kind = Kind(
+        name="norm",
+        hidden_size=operation.hidden_size,
+        alignment=alignment,
+        two_levels=two_levels,
+        rows=(
+            ("x", operation.x),
+            ("residual", operation.residual),
+            ("weight", operation.weight),
+            ("out", operation.out),
+            ("residual_out", operation.residual_out),
+            ("first_weight", first and first.weight),
+            ("bias", around and around.bias),
+            ("z", None),
+        ),
+        others=(("rstd", rstd),),
+        flags=(
+            ("round_sum", operation.round_sum),
+            ("round_norm", operation.round_norm),
+            ("weight_offset", weight_offset),
+            ("center", operation.center),
+            ("norm_before_add", first is not None),
+            # The dtype of what passes between two steps: to the addition, or to the gate after the norm.
+            ("between", first and first.between),
+            ("of_heads", around is not None and around.of_heads),
+            ("scaled", around is not None and around.scaled),
+            # The function of a gate, and the quantizer that takes the rows; None if there is none.
+            ("activation", None),
+            ("quantization", None),
+            # Whether the quantizer takes the rows of a norm, and whether these are stored too.
+            ("normalises", True),
+            ("keeps", True),
+        ),
+    )
+    return kind.changed(**changes)
+
+
+def _of_forward(call: Forward, begins: int = 0, **changes: Any) -> Kind:
+    """``begins``: a number whose lowest bit limits the alignment, as addresses do."""
+    rows = zip((call.x, call.residual, call.out, call.residual_out), call.strides, strict=True)
+    of_heads = ((t, (0, 0 if t is None or t.dim() == 1 else t.shape[1])) for t in (call.weight, call.bias))
+    low = begins | _alignment((*rows, *of_heads), (call.rstd, call.first_weight))
+    two_levels, rstd, offset = call.inner != call.rows, _dtype(call.rstd), call.weight_offset != 0
+    return kind_of_norm(call.operation, low & -low, two_levels, rstd, offset, **changes)
+
+
+def _of_quantize(call: Quantize) -> Kind:
+    """Without a norm the rows are those of x, and of out."""
+    changes = {"name": "quantize", "quantization": call.quantization}
+    begins = call.out.data_ptr() | call.out_strides[0] | call.out_strides[1]
+    # A vector of numbers has as many elements as one of the operand with the narrowest type.
+    if call.norm is not None:
+        begins *= min(dtype.itemsize for dtype in call.norm.operation.dtypes())
+        return _of_forward(call.norm, begins, keeps=call.norm.out is not None, **changes)
+    y: Any = call.y
+    alone = RMSNorm(y.device, y.dtype, None, None, y.dtype, call.hidden_size, True, False, None)
+    low = begins * y.itemsize | _alignment(((y, call.y_strides),), ())
+    return kind_of_norm(alone, low & -low, call.inner != call.rows, normalises=False, **changes)
+
+
+def _of_backward(call: Backward) -> Kind:
+    rows = zip((call.dy, call.d_residual_out, call.h), call.strides, strict=True)
+    return Kind(
+        name="norm_backward",
+        hidden_size=call.hidden_size,
+        alignment=_alignment(tuple(rows), (call.rstd, call.weight, call.dx, call.dresidual, call.dweight)),
+        two_levels=call.inner != call.rows,
+        rows=(
+            ("dy", call.dy.dtype),
+            ("d_total", _dtype(call.d_residual_out)),
+            ("h", call.h.dtype),
+            ("weight", _dtype(call.weight)),
+            ("dx", _dtype(call.dx)),
+            ("dresidual", _dtype(call.dresidual)),
+        ),
+        others=(("dweight", _dtype(call.dweight)), ("rstd", call.rstd.dtype)),
+        flags=(("weight_offset", call.weight_offset != 0), ("center", call.operation.center)),
+    )
+
+
+def _of_norm_gated(call: Call) -> Kind:
+    norm, z = norm_of(call), call.gate
+    return _of_forward(
+        norm,
+        begins=_alignment(((z, call.strides["gate"]),), ()),
+        name="norm_gated",
+        activation=call.flags["activation"],
+        between=norm.operation.out if call.flags["norm_before_gate"] else None,
+        x=call.x.dtype,
+        out=call.out.dtype,
+        z=z.dtype,
+    )
+
+
+def _of_call(call: Call) -> Kind:
+    """The kind of any other operation: its operands and its flags, by the names of the call."""
+    if call.name == "norm_gated":
+        return _of_norm_gated(call)
+    name, flags = call.name, [(flag, bool(value) if flag in _GIVEN else value) for flag, value in call.flags.items()]
+    absent: Container[str] = ()  # a call has them, and no kernel reads them
+    passed: Container[str] = ()  # their addresses do not count
+    apart = _VECTORS
+    if name == "gate":
+        flags.append(("packed", _side_by_side(call)))
+        if call.flags["interleaved"]:  # a kernel reads y with z
+            passed = ("y", "dy")
+    elif name == "rotate":
+        flags.append(("pairs", 0 if call.cos is None else call.cos.shape[-1]))
+        absent, apart = _without_heads(call), _VECTORS_AND_HEADS
+    elif name == "int8_linear":
+        flags.append(("few", call.rows <= FEW_ROWS))
+    rows, others, low = list[Any](), list[Any](), _MOST_ALIGNED
+    for operand, tensor in call.tensors.items():
+        strides = call.strides.get(operand)
+        if tensor is None or operand in absent:
+            others.append((operand, None))
+        elif operand == "positions" or (strides is None and operand not in _ALIGNED):
+            others.append((operand, tensor.dtype))
+        else:
+            rows.append((operand, tensor.dtype))
+            if operand not in passed:
+                low |= tensor.data_ptr()
+                if strides is not None:
+                    low |= (strides[0] | strides[1]) * tensor.itemsize
+                if operand in apart and tensor.dim() > 1:
+                    low |= tensor.stride(-2) * tensor.itemsize
+    two_levels = call.inner != call.rows
+    return Kind(name, call.hidden_size, low & -low, two_levels, (*rows,), (*others,), (*flags,), call.backward)
+
+
+def _without_heads(call: Call) -> list[str]:
+    """The names of what belongs to q, or to k, where that has no heads."""
+    none = [name for name in "qk" if call.tensors[name] is None or not call.tensors[name].numel()]  # type: ignore[union-attr]
+    return [name for name in call.tensors if name[0] in none]
+
+
+def _side_by_side(call: Call) -> bool:
+    """Whether the rows of all operands of a gate lie side by side."""
+    size, in_turns = call.hidden_size, call.flags["interleaved"]
+    lengths = {name: size * (2 if in_turns and name in ("y", "z", "dy", "dz") else 1) for name in call.strides}
+    given = [name for name in call.strides if call.tensors[name] is not None]
+    return call.inner == call.rows and all(call.strides[name][1] == lengths[name] for name in given)
+
+
+#: How the kind of each kind of call is found.
+_KINDS: dict[type, Callable[[Any], Kind]] = {
+    Forward: _of_forward,
+    Quantize: _of_quantize,
+    Backward: _of_backward,
+    Call: _of_call,
+}
+
+
+def kind_of(call: AnyCall) -> Kind:
+    """The kind of a call."""
+    return _KINDS[type(call)](call)
+
+
+def dtypes_of_heads(kind: Kind) -> dict[str, torch.dtype | None]:
+    """Those of the heads of a rotation, which q and k share: "x", "out", "weight" and "rstd"."""
+    of = "q" if kind.q is not None else "k"
+    return {"x": getattr(kind, of), **{name: getattr(kind, f"{of}_{name}") for name in ("out", "weight", "rstd")}}
+
+
+def is_capped(kind: Kind) -> bool:
+    """Whether log-probabilities have a softcap, which not each of their calls may have."""
+    return bool(dict(kind.flags).get("softcap"))
+
+
+def constants_of_quantizer(kind: Kind) -> dict[str, str | int]:
+    """The constants that kernels for GPUs have compiled in for a quantizer; its limits are arguments of kernels."""
+    quantization = kind.quantization
+    group, zero_point = quantization.group(kind.hidden_size), quantization.zero_point
+    return {
+        "NUMBER": {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}.get(quantization.dtype, "whole"),
+        "PER": 0 if group == kind.hidden_size else group,
+        "GIVEN": quantization.per == "tensor",
+        "SCALE_BY": quantization.scale_by,
+        "POWER_OF_TWO": quantization.round_scale is not None,
+        "APPLY": quantization.apply,
+        "MULTIPLIER": quantization.returns == "multiplier",
+        "ZERO_POINT": "plus_128" if zero_point == 128 else zero_point or "none",
+    }
 
 
 @dataclass(frozen=True)
@@ -260,258 +329,25 @@ class StepsOfGate:
         return "sigmoid" if self.round_steps else "swish"
 
 
-class GateKind(NamedTuple):
-    """The parts of a gate, or of its backward pass, that decide its kernel."""
+def steps_of_gate(kind: Kind) -> StepsOfGate | None:
+    """The optional steps of a gate with their numbers; None if there are none."""
+    steps, wide = gate_steps(dict(kind.flags)), kind.accumulator
+    if steps._replace(clamp="before") == GateSteps():
+        return None
 
-    #: The gradient of the products; None in a forward pass.
-    d: torch.dtype | None
-    #: None where the function of z is not multiplied.
-    y: torch.dtype | None
-    z: torch.dtype
-    #: The products, or the gradient of y.
-    out: torch.dtype | None
-    #: The gradient of z.
-    dz: torch.dtype | None
-    activation: str
-    between: torch.dtype | None
-    hidden_size: int
-    #: Bytes of which every row of every operand begins at a multiple.
-    alignment: int
-    #: Whether rows lie in two levels.
-    two_levels: bool = False
-    #: Whether the rows of all operands lie side by side.
-    packed: bool = True
-    steps: GateSteps = GateSteps()
-    #: Whether z and y take turns in memory, and their gradients too.
-    interleaved: bool = False
+    def rounded(number: float, dtype: torch.dtype = wide) -> float:
+        return torch.tensor(number, dtype=torch.float64, device="cpu").to(wide).to(dtype).item()
 
-    @classmethod
-    def of(cls, call: Call) -> GateKind:
-        """The kind of a call."""
-        flags = call.flags
-
-        def of_name(name: str) -> tuple[Tensor | None, Strides]:
-            tensor = call.tensors.get(name)
-            return tensor, (0, 0) if tensor is None else call.strides[name]
-
-        # Where y takes turns with z, a kernel reads it with z, whose address is the one that counts.
-        in_turns = flags["interleaved"]
-        names = ["d", "y", "z", "dy", "dz"] if call.backward else ["", "y", "z", "out", ""]
-        if in_turns:
-            names = ["d", "z", "z", "dz", "dz"] if call.backward else ["", "z", "z", "out", ""]
-        rows = tuple(map(of_name, names))
-        alone = (0,) if call.backward else (0, 3, 4)
-        lengths = (call.hidden_size * (2 if in_turns and i not in alone else 1) for i in range(len(rows)))
-        d, y_dtype, _, first, second = (_dtype(tensor) for tensor, _ in rows)
-        one_level = call.inner == call.rows
-        side_by_side = all(
-            tensor is None or stride == length for (tensor, (_, stride)), length in zip(rows, lengths, strict=True)
-        )
-        return cls(
-            d=d,
-            y=y_dtype,
-            z=call.z.dtype,
-            out=first,
-            dz=second,
-            activation=flags["activation"],
-            between=flags["between"],
-            hidden_size=call.hidden_size,
-            alignment=_alignment(rows, ()),
-            two_levels=not one_level,
-            packed=one_level and side_by_side,
-            steps=gate_steps(flags),
-            interleaved=in_turns,
-        )
-
-    @property
-    def accumulator(self) -> torch.dtype:
-        """The type that everything is computed in."""
-        return accumulator(torch.promote_types(self.y or self.z, self.z))
-
-    def dtypes(self) -> list[torch.dtype]:
-        """The dtypes of the operands that there are."""
-        return [dtype for dtype in self[:5] if dtype is not None]
-
-    def compiled_steps(self) -> StepsOfGate | None:
-        """The optional steps with their numbers; None if there are none."""
-        if self.steps._replace(clamp="before") == GateSteps():
-            return None
-        wide = self.accumulator
-
-        def rounded(number: float, dtype: torch.dtype = wide) -> float:
-            return torch.tensor(number, dtype=torch.float64, device="cpu").to(wide).to(dtype).item()
-
-        limit, alpha, up_offset, clamp, round_steps = self.steps
-        return StepsOfGate(
-            clamp if limit else "",
-            rounded(limit, self.y or wide),
-            rounded(limit, self.z),
-            rounded(limit, self.between or wide),
-            rounded(alpha),
-            rounded(up_offset),
-            round_steps,
-        )
-
-
-class RotationKind(NamedTuple):
-    """The parts of a rotation that decide its kernel."""
-
-    x: torch.dtype
-    out: torch.dtype
-    between: torch.dtype
-    products: torch.dtype | None
-    cos: torch.dtype | None
-    sin: torch.dtype | None
-    weight: torch.dtype | None
-    #: Of positions, if there are any.
-    position: torch.dtype | None
-    normalised: bool
-    round_norm: bool
-    offset: bool
-    rstd: bool
-    interleaved: bool
-    size: int
-    #: Pairs of a head that are rotated.
-    pairs: int
-    #: Bytes of which every head and every row of a table begins at a multiple.
-    alignment: int
-    two_levels: bool = False
-
-    @classmethod
-    def of(cls, call: Call) -> RotationKind:
-        """The kind of a call, whose weights have one dtype."""
-        sets, flags = heads_of(call), call.flags
-        first, cos, sin, positions = sets[0], *map(call.tensors.__getitem__, ("cos", "sin", "positions"))
-        low = _MOST_ALIGNED
-        for heads in sets:
-            pairs = ((heads.x, heads.x_strides), (heads.out, heads.out_strides))
-            rows = tuple((tensor, (outer | stride, of_heads)) for tensor, (outer, stride, of_heads) in pairs)
-            low |= _alignment((*rows, (heads.weight, (0, heads.weight_stride))), (heads.rstd,))
-        low |= _alignment(
-            tuple((t, call.strides[name]) for name, t in (("cos", cos), ("sin", sin)) if t is not None), ()
-        )
-        return cls(
-            x=first.x.dtype,
-            out=first.out.dtype,
-            between=flags["between"],
-            products=flags["products"],
-            cos=_dtype(cos),
-            sin=_dtype(sin),
-            weight=_dtype(first.weight),
-            position=_dtype(positions),
-            normalised=flags["norm"],
-            round_norm=flags["norm"] and flags["round_norm"],
-            offset=flags["norm"] and flags["weight_offset"] != 0,
-            rstd=first.rstd is not None,
-            interleaved=flags["interleaved"],
-            size=call.hidden_size,
-            pairs=0 if cos is None else cos.shape[-1],
-            alignment=low & -low,
-            two_levels=call.inner != call.rows,
-        )
-
-    @property
-    def accumulator(self) -> torch.dtype:
-        """The type that everything is computed in."""
-        return accumulator(torch.promote_types(self.x, self.out))
-
-    def dtypes(self) -> list[torch.dtype]:
-        """The dtypes of the operands that there are, but positions and rstd."""
-        return [dtype for dtype in (self.x, self.out, self.cos, self.sin, self.weight) if dtype is not None]
-
-
-class LogProbKind(NamedTuple):
-    """The parts of log-probabilities, or of their gradient, that decide their kernel."""
-
-    name: str
-    logits: torch.dtype
-    #: Of the results, or of the gradient of logits.
-    out: torch.dtype
-    ids: torch.dtype | None
-    temperature: torch.dtype | None
-    #: The gradient of the results; None in a forward pass.
-    d: torch.dtype | None
-    d_entropy: torch.dtype | None
-    #: Whether there is a softcap.
-    capped: bool
-    hidden_size: int
-    #: Bytes of which every row of every operand begins at a multiple.
-    alignment: int
-    #: Whether rows lie in two levels.
-    two_levels: bool = False
-
-    @classmethod
-    def of(cls, call: Call) -> LogProbKind:
-        """The kind of a call."""
-        given = call.tensors
-        out = given["dlogits" if call.backward else "out"]
-        assert out is not None
-        return cls(
-            name=call.name,
-            logits=call.x.dtype,
-            out=out.dtype,
-            ids=_dtype(given.get("ids")),
-            temperature=_dtype(given.get("temperature")),
-            d=_dtype(given.get("d")),
-            d_entropy=_dtype(given.get("d_entropy")),
-            capped=bool(call.flags.get("softcap")),
-            hidden_size=call.hidden_size,
-            alignment=_alignment(tuple((given[name], lies) for name, lies in call.strides.items()), ()),
-            two_levels=call.inner != call.rows,
-        )
-
-    @property
-    def accumulator(self) -> torch.dtype:
-        """The type that everything is computed in."""
-        return accumulator(self.logits)
-
-    def dtypes(self) -> list[torch.dtype]:
-        """The dtypes of the operands that have rows."""
-        whole = self.name == "log_softmax"
-        rows = (self.logits, self.out if whole or self.d is not None else None, self.d if whole else None)
-        return [dtype for dtype in rows if dtype is not None]
-
-
-class ProductKind(NamedTuple):
-    """The parts of products of int8 that decide their kernel."""
-
-    bias: torch.dtype | None
-    #: Whether there are zero points.
-    zero_point: bool
-    out: torch.dtype
-    #: Whether one tile has all rows.
-    few: bool
-    #: A number that divides the hidden size.
-    divisor: int
-    #: Bytes of which every row of every operand begins at a multiple.
-    alignment: int
-    #: Whether rows lie in two levels.
-    two_levels: bool = False
-
-    @classmethod
-    def of(cls, call: Call) -> ProductKind:
-        """The kind of a call."""
-        given = call.tensors
-        rows = [(given[name], call.strides[name]) for name in ("q", "out")]
-        others = given["bias"], given["weight_scale"]
-        return cls(
-            bias=_dtype(given["bias"]),
-            zero_point=given["zero_point"] is not None,
-            out=call.out.dtype,
-            few=call.rows <= FEW_ROWS,
-            divisor=math.gcd(call.hidden_size, 16),
-            alignment=_alignment((*rows, (given["weight"], (0, call.weight.stride(0)))), others),
-            two_levels=call.inner != call.rows,
-        )
-
-    @property
-    def accumulator(self) -> torch.dtype:
-        """The type that sums are scaled in."""
-        return torch.float32
-
-    def dtypes(self) -> list[torch.dtype]:
-        """The dtypes of the operands that are no whole numbers and no scales."""
-        return [dtype for dtype in (self.out, self.bias) if dtype is not None]
+    limit, alpha, up_offset, clamp, round_steps = steps
+    return StepsOfGate(
+        clamp if limit else "",
+        rounded(limit, kind.y or wide),
+        rounded(limit, kind.z),
+        rounded(limit, kind.between or wide),
+        rounded(alpha),
+        rounded(up_offset),
+        round_steps,
+    )
 
 
 def multiplies_int8(operation: Operation) -> bool:
@@ -519,30 +355,8 @@ def multiplies_int8(operation: Operation) -> bool:
     return operation.step is not None and operation.step.name == "int8_linear"
 
 
-AnyKind: TypeAlias = ForwardKind | GateKind | RotationKind | LogProbKind | ProductKind
-
-#: The kinds of declared operations, by their names; those of others are log-probabilities.
-_OF_NAMES: dict[str, Callable[[Call], AnyKind]] = {
-    "gate": GateKind.of,
-    "norm_gated": ForwardKind.of_gated,
-    "rotate": RotationKind.of,
-    "int8_linear": ProductKind.of,
-}
-
-#: The kinds of calls that one kernel runs.
-_KINDS: dict[type, Callable[..., AnyKind]] = {
-    Forward: ForwardKind.of,
-    Quantize: ForwardKind.of_quantizer,
-    Call: lambda call: _OF_NAMES.get(call.name, LogProbKind.of)(call),
-}
-
 #: How launchers take calls: some after one that says on which GPU the operands are.
 PACKED: dict[type, Callable[..., bytes]] = c_abi.PACKED | {Call: c_abi.pack_alone}
-
-
-def kind_of(call: AnyCall) -> AnyKind:
-    """The kind of a call that one kernel runs."""
-    return _KINDS[type(call)](call)
 
 
 def programs(share: Share, per_program: int, rows: int, hidden_size: int, block: int, blocks: int) -> int:

@@ -26,7 +26,8 @@ from pathlib import Path
 
 import torch
 
-from fusednorm.backends.kernel_keys import BackwardKind, ForwardKind
+from fusednorm.backends.kernel_keys import kind_of
+from fusednorm.calls.call import Backward, Flags, Forward, operation_of
 
 COLUMNS = ("registers", "stack", "shared", "access", "shuffles", "barriers")
 
@@ -45,8 +46,11 @@ def range_of(widths):
 
 def kinds(dtype, size, alignment):
     """The kinds of both passes, all operands of one dtype."""
-    forward = ForwardKind(*[dtype] * 5, size, True, False, False, False, alignment)
-    return forward, BackwardKind(*[dtype] * 5, None, dtype, torch.float32, size, False, alignment)
+    x, rstd, none = torch.zeros(1, size, dtype=dtype), torch.zeros(1), (0, 0)
+    weight, operation = x[0], operation_of(x, x, x[0], Flags())
+    forward = Forward(x, x, weight, x, x, None, operation, 1, 1, (none,) * 4, 1e-6, 0.0)
+    backward = Backward(x, x, x, rstd, weight, x, None, weight, operation, 1, 1, (none,) * 3, 0.0)
+    return tuple(kind_of(call)._replace(alignment=alignment) for call in (forward, backward))
 
 
 class Cuda:

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 import fusednorm
-from fusednorm.backends.kernel_keys import ForwardKind
+from fusednorm.backends.kernel_keys import kind_of_norm
 from fusednorm.calls.call import Flags, Forward, operation_of
 from fusednorm.engine import run_gates, run_norms
 from fusednorm.torch_ops.steps import GATE_FLAGS
@@ -207,8 +207,8 @@ def with_triton(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -
     )
     driver.set_active(h100)
     triton_gpu.DEVICES = ("cpu",)
-    kind = ForwardKind(*[torch.bfloat16] * 5, 4096, True, False, False, False, 16)
-    variant = triton_gpu.forward_variant(kind, 32)
+    call = call_of(x, residual, weight, x, residual)
+    variant = triton_gpu.forward_variant(kind_of_norm(call.operation, alignment=16), 32)
     constants = variant.all_constants()
 
     def bound() -> None:
@@ -217,7 +217,6 @@ def with_triton(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -
             **constants, num_warps=variant.warps, enable_fp_fusion=False,
         )  # fmt: skip
 
-    call = call_of(x, residual, weight, x, residual)
     calls: Calls = {
         "fused_add_rms_norm_": lambda: fusednorm.fused_add_rms_norm_(x, residual, weight),
         "the backend's forward": lambda: triton_gpu.forward(call),

@@ -284,17 +284,36 @@ def module(now, before):
 
 def calls_of(backend):
     """A commit's own functions that choose the kernel of a forward pass and those of a backward pass."""
+    chooser = module("cuda.choice", "cuda_kernels") if backend.__name__.endswith("cuda") else backend
     try:
         from fusednorm.backends.kernel_keys import BackwardKind, ForwardKind
-    except ImportError:  # an older commit: no types for kinds of calls
-        return backend.forward_variant, backend.backward_variants
-    chooser = module("cuda.choice", "cuda_kernels") if backend.__name__.endswith("cuda") else backend
+    except ImportError:  # a newer commit: one type for kinds of calls
+        return of_one_kind(chooser)
 
     def forward(x, residual, weight, out, rstd, size, offset, round_sum, round_norm, alignment, machine):
         kind = ForwardKind(x, residual, weight, out, residual, size, round_sum, round_norm, rstd, offset, alignment)
         return chooser.forward_variant(kind, machine)
 
     return forward, lambda *kind: chooser.backward_variants(BackwardKind(*kind[:-1]), kind[-1])
+
+
+def of_one_kind(chooser):
+    """The functions of a commit that has one type for kinds of calls."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    import kernel_kinds
+
+    def forward(x, residual, weight, out, rstd, size, offset, round_sum, round_norm, alignment, machine):
+        flags = {"rstd": rstd, "weight_offset": offset, "round_sum": round_sum, "round_norm": round_norm}
+        return chooser.forward_variant(
+            kernel_kinds.norm(x, residual, size, alignment, weight=weight, out=out, **flags), machine
+        )
+
+    def backward(dy, d_total, h, weight, dx, dresidual, dweight, wide, size, offset, alignment, machine):
+        dtypes = {"d_total": d_total, "h": h, "weight": weight, "dx": dx, "dresidual": dresidual, "dweight": dweight}
+        kind = kernel_kinds.norm_backward(dy, d_total, size, alignment, rstd=wide, weight_offset=offset, **dtypes)
+        return chooser.backward_variants(kind, machine)
+
+    return forward, backward
 
 
 def kernels(backend, machine, sizes=SIZES):

@@ -7,7 +7,7 @@ A kernel is compiled for the types, the alignment and the class of the row's len
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -15,26 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fusednorm.backends.cuda import compiler, products
-from fusednorm.backends.cuda.choice import (
-    LONGEST,
-    Layout,
-    Variant,
-    backward_variants,
-    forward_variant,
-    gate_variant,
-    log_prob_variant,
-    rotation_variant,
-)
+from fusednorm.backends.cuda.choice import LONGEST, Layout, Variant, variants_of
 from fusednorm.backends.cuda.compiler import checked
 from fusednorm.backends.kernel_keys import (
     FUNCTIONS_OF_GATES,
     PACKED,
     UNTRIED,
-    BackwardKind,
-    ForwardKind,
-    GateKind,
-    LogProbKind,
-    RotationKind,
     blocks_of,
     check_addresses,
     fuses,
@@ -247,13 +233,14 @@ def _hold(packed: bytes, device: int, variants: Iterable[Variant]) -> None:
     path.hold_cuda(packed, int(_primary_context(device)), kernels)
 
 
-def _launch(packed: bytes, device: int, call: AnyCall, variants: Callable[[], Iterable[Variant]]) -> None:
+def _launch(packed: bytes, call: AnyCall) -> None:
     """Launches the kernels of a packed call, which are compiled first if they are not held yet."""
+    device = device_of(call).index or 0
     stream = _stream(device)
     status = path.launch_cuda(packed, stream)
     if status == path.NOT_HELD:
         check_addresses(call)
-        _hold(packed, device, variants())
+        _hold(packed, device, variants_of(kind_of(call), capability(device)))
         status = path.launch_cuda(packed, stream)
     if status:
         driver, _ = compiler.bindings()
@@ -269,39 +256,13 @@ def forward(call: ForwardCall) -> None:
     if isinstance(call, Call) and call.name == "rotate":
         parts = of_one_weight_dtype(call)
     for part in parts:
-        _run(part)
-
-
-def _run(call: ForwardCall) -> None:
-    """Launches the one kernel of a call."""
-    device = device_of(call).index
-
-    def variants() -> list[Variant]:
-        kind = kind_of(call)
-        return [_CHOSEN[type(kind)](kind, capability(device))]
-
-    _launch(PACKED[type(call)](call), device or 0, call, variants)
-
-
-#: The functions that choose the kernel of a kind of call.
-_CHOSEN: dict[type, Callable[..., Variant]] = {
-    ForwardKind: forward_variant,
-    GateKind: gate_variant,
-    RotationKind: rotation_variant,
-    LogProbKind: log_prob_variant,
-}
+        _launch(PACKED[type(part)](part), part)
 
 
 def backward(call: Backward | Call) -> None:
     """Launches kernels; see :class:`fusednorm.registry.Backend`."""
     if isinstance(call, Call):
-        _run(call)
+        _launch(PACKED[Call](call), call)
         return
-    device = call.operation.device.index or 0
-    partial = scratch_of(call)
-    packed = c_abi.pack_backward(call, 1, blocks_of(call.rows)[0], partial)
-
-    def variants() -> Iterable[Variant]:
-        return backward_variants(BackwardKind.of(call, partial), capability(device)).values()
-
-    _launch(packed, device, call, variants)
+    partial = scratch_of(call)  # held until the launch, which its address is given
+    _launch(c_abi.pack_backward(call, 1, blocks_of(call.rows)[0], partial), call)

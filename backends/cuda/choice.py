@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,15 +15,15 @@ import torch
 
 from fusednorm.backends.kernel_keys import (
     BLOCKS_IN_LANE,
-    BackwardKind,
-    ForwardKind,
-    GateKind,
-    LogProbKind,
-    RotationKind,
+    LOG_PROBABILITIES,
+    Kind,
     ceiling,
+    constants_of_quantizer,
+    dtypes_of_heads,
+    is_capped,
+    steps_of_gate,
 )
 from fusednorm.calls.c_enums import Share
-from fusednorm.calls.call import AroundNorm
 from fusednorm.reference import norm as reference
 
 #: The longest rows: the sums of their segments have to fit 32 KiB of shared memory.
@@ -140,33 +141,34 @@ class Variant:
         return self.kernel, self.defines, self.shared
 
 
-def forward_variant(kind: ForwardKind, capability: int) -> Variant:
+def forward_variant(kind: Kind, capability: int) -> Variant:
     """The kernel for a kind of call on GPUs of a compute capability (times ten)."""
     layout = Layout.of(kind.hidden_size, kind.dtypes(), kind.alignment, capability)
-    around = kind.around or AroundNorm(None, False, False)
+    quantizes, gated = kind.quantization is not None, kind.activation is not None
+    around = kind.bias is not None or kind.of_heads or kind.scaled
     defines: dict[str, str | int] = {
         "ACCUMULATOR": _NAMES[kind.accumulator],
-        **_types(**kind.operands(), between=kind.first.between if kind.first else kind.gate and kind.gate.between),
-        "GATED": 0 if kind.gate is None else 2 if kind.gate.between is None else 1,
+        **_types(**dict(kind.rows), between=kind.between),
+        "GATED": 0 if not gated else 2 if kind.between is None else 1,
         **_flags(
-            NORM_BEFORE_ADD=kind.first is not None,
+            NORM_BEFORE_ADD=kind.norm_before_add,
             CENTER=kind.center,
-            AROUND=any(part is not None for part in (kind.around, kind.quantizer, kind.gate)),
-            QUANTIZED=kind.quantizer is not None,
-            KEEPS=kind.quantizer is None or kind.quantizer.keeps,
+            AROUND=around or quantizes or gated,
+            QUANTIZED=quantizes,
+            KEEPS=kind.keeps,
         ),
-        **_flags(OF_HEADS=around.of_heads, SCALED=around.scaled, RSTD=kind.rstd, OFFSET=kind.offset),
+        **_flags(OF_HEADS=kind.of_heads, SCALED=kind.scaled, RSTD=kind.rstd is not None, OFFSET=kind.weight_offset),
         **_flags(ROUND_SUM=kind.round_sum, ROUND_NORM=kind.round_norm, TWO_LEVELS=kind.two_levels),
         **layout.defines(),
     }
-    if kind.gate is not None:
-        defines["ACTIVATION"] = kind.gate.activation.upper()
-    if kind.quantizer is not None:
-        constants = kind.quantizer.constants(kind.hidden_size)
+    if gated:
+        defines["ACTIVATION"] = kind.activation.upper()
+    if quantizes:
+        constants = constants_of_quantizer(kind)
         defines |= {name: value.upper() if isinstance(value, str) else int(value) for name, value in constants.items()}
     shared = 0
     if layout.wide:  # KEPT: the second pass recomputes the row (0), or reads it from memory (1) or shared memory (2)
-        row, gate_first = kind.x, kind.gate is not None and kind.gate.between is None
+        row, gate_first = kind.x, gated and kind.between is None
         if kind.residual_out is not None:
             row = kind.residual_out if kind.round_sum or kind.out is None else kind.accumulator
         if gate_first:
@@ -174,19 +176,14 @@ def forward_variant(kind: ForwardKind, capability: int) -> Variant:
         defines["KEPT"] = int(not gate_first and (kind.residual_out is None or row == kind.residual_out))
         sums = defines["SEGMENTS"] = _padded_segments(kind.hidden_size)
         needed = kind.hidden_size * row.itemsize + sums * kind.accumulator.itemsize
-        needed += 0 if kind.quantizer is None else _EXTREMES
-        if kind.out is not None and not _only_quantizes(kind) and needed <= _SHARED.get(capability, 0):
+        needed += _EXTREMES if quantizes else 0
+        if kind.out is not None and kind.normalises and needed <= _SHARED.get(capability, 0):
             defines["KEPT"], shared = 2, kind.hidden_size * row.itemsize
-    kernel = "quantize" if _only_quantizes(kind) else "forward"
+    kernel = "forward" if kind.normalises else "quantize"
     if layout.wide:
         kernel += "_wide"
     launch = (layout.warps * 32, layout.cluster, Share.ROWS, layout.rows, shared)
     return Variant(kernel, tuple(defines.items()), *launch)
-
-
-def _only_quantizes(kind: ForwardKind) -> bool:
-    """Whether the kernel takes rows that no norm gives."""
-    return kind.quantizer is not None and not kind.quantizer.normalises
 
 
 #: The types that each kernel of the backward pass knows. It is compiled once for all others.
@@ -195,7 +192,7 @@ _OF_ROWS = (*_OF_SHARES, "d_total", "weight", "dx", "dresidual")
 _OF_SUMS = ("dweight",)
 
 
-def backward_variants(kind: BackwardKind, capability: int) -> dict[str, Variant]:
+def backward_variants(kind: Kind, capability: int) -> dict[str, Variant]:
     """The kernels for a kind of backward pass, by what they do, in the order in which they are launched.
 
     ``both``: the gradients of the rows and the blocks' shares of the weight's; ``rows`` and ``shares``: the same apart;
@@ -203,11 +200,11 @@ def backward_variants(kind: BackwardKind, capability: int) -> dict[str, Variant]
     """
     dtypes = [*kind.dtypes(), kind.accumulator]
     layout = Layout.of(kind.hidden_size, dtypes, kind.alignment, capability)
-    loaded = sum(dtype.itemsize for dtype in kind[:3] if dtype is not None)
+    loaded = sum(dtype.itemsize for dtype in (kind.dy, kind.d_total, kind.h) if dtype is not None)
     small = loaded <= 6 and layout.aligned >= 4  # elements of 2 bytes alone take a register each, as those of 4 do
     if not small:
         layout = Layout.of(kind.hidden_size, dtypes, kind.alignment, capability, _MOST_WARPS // 2)
-    operands = kind.operands()
+    operands = dict(kind.rows) | {"dweight": kind.dweight}
 
     def variant(
         kernel: str,
@@ -219,7 +216,7 @@ def backward_variants(kind: BackwardKind, capability: int) -> dict[str, Variant]
         shared: int = 0,
     ) -> Variant:
         types = _types(**{name: dtype if name in used else None for name, dtype in operands.items()})
-        numbers = {"OFFSET": int(kind.offset), "TWO_LEVELS": int(kind.two_levels), "CENTER": int(kind.center)}
+        numbers = {"OFFSET": int(kind.weight_offset), "TWO_LEVELS": int(kind.two_levels), "CENTER": int(kind.center)}
         numbers |= {**layout.defines(), "WARPS": warps}
         numbers |= more
         defines: tuple[tuple[str, str | int], ...] = (
@@ -259,12 +256,13 @@ def backward_variants(kind: BackwardKind, capability: int) -> dict[str, Variant]
     return variants
 
 
-def gate_variant(kind: GateKind, capability: int) -> Variant:
+def gate_variant(kind: Kind, capability: int) -> Variant:
     """The kernel of a gate, or of its backward pass."""
+    d, out, dz = (kind.d, kind.dy, kind.dz) if kind.backward else (None, kind.out, None)
     layout = Layout.of(kind.hidden_size, kind.dtypes(), kind.alignment, capability)
     defines: dict[str, str | int] = {
         "ACCUMULATOR": _NAMES[kind.accumulator],
-        **_types(d=kind.d, y=kind.y, z=kind.z, out=kind.out, dz=kind.dz, between=kind.between),
+        **_types(d=d, y=kind.y, z=kind.z, out=out, dz=dz, between=kind.between),
         "ACTIVATION": kind.activation.upper(),
         **_flags(TWO_LEVELS=kind.two_levels, PACKED=kind.packed),
         "VECTOR": layout.vector,
@@ -273,7 +271,7 @@ def gate_variant(kind: GateKind, capability: int) -> Variant:
     }
     if kind.interleaved:
         defines["IN_TURNS"] = 1
-    steps = kind.compiled_steps()
+    steps = steps_of_gate(kind)
     if steps is not None:
         numbers = {"Y_LIMIT": steps.y_limit, "Z_LIMIT": steps.z_limit, "VALUE_LIMIT": steps.value_limit}
         numbers |= {"ALPHA": steps.alpha, "UP_OFFSET": steps.up_offset}
@@ -281,33 +279,35 @@ def gate_variant(kind: GateKind, capability: int) -> Variant:
         defines |= {name: _bits(number, kind.accumulator) for name, number in numbers.items()}
         defines |= _flags(ROUND_OFFSET=steps.round_steps and steps.up_offset != 0)
     threads = _WARPS * 32
-    kernel = "gate" if kind.d is None else "gate_backward"
+    kernel = "gate_backward" if kind.backward else "gate"
     return Variant(kernel, tuple(defines.items()), threads, 1, Share.ELEMENTS, threads * layout.vector)
 
 
-def rotation_variant(kind: RotationKind, capability: int) -> Variant:
+def rotation_variant(kind: Kind, capability: int) -> Variant:
     """The kernel that normalises and rotates heads, which fit a warp."""
     # Tables alone may be float64.
     narrow = [dtype for dtype in kind.dtypes() if dtype != torch.float64]
-    layout = Layout.of(kind.size, narrow, kind.alignment, capability)
+    layout = Layout.of(kind.hidden_size, narrow, kind.alignment, capability)
     vector = math.gcd(layout.vector, kind.pairs * (2 if kind.interleaved else 1))
     layout = replace(layout, vector=vector, aligned=layout.aligned // layout.vector * vector)
-    position = {torch.int32: "int", torch.int64: "long long", None: "none"}[kind.position]
+    position = {torch.int32: "int", torch.int64: "long long", None: "none"}[kind.positions]
+    heads = dtypes_of_heads(kind)
     defines: dict[str, str | int] = {
         "ACCUMULATOR": _NAMES[torch.float32],
-        **_types(x=kind.x, out=kind.out, weight=kind.weight, between=kind.between, products=kind.products),
+        **_types(x=heads["x"], out=heads["out"], weight=heads["weight"], between=kind.between, products=kind.products),
         **_types(cos=kind.cos, sin=kind.sin),
         "POSITION_TYPE": position,
-        **_flags(NORMALISED=kind.normalised, ROUND_NORM=kind.round_norm, OFFSET=kind.offset, RSTD=kind.rstd),
+        **_flags(NORMALISED=kind.norm, ROUND_NORM=kind.norm and kind.round_norm),
+        **_flags(OFFSET=kind.norm and kind.weight_offset, RSTD=heads["rstd"] is not None),
         **_flags(INTERLEAVED=kind.interleaved, TWO_LEVELS=kind.two_levels),
-        "SIZE": kind.size,
+        "SIZE": kind.hidden_size,
         "PAIRS": kind.pairs,
         **layout.defines(),
     }
     return Variant("rotate", tuple(defines.items()), layout.warps * 32, 1, Share.ROWS, layout.rows)
 
 
-def log_prob_variant(kind: LogProbKind, capability: int) -> Variant:
+def log_prob_variant(kind: Kind, capability: int) -> Variant:
     """The kernel of log-probabilities, or of their gradient: rows of any length are read segment by segment."""
     layout = Layout.of(kind.hidden_size, kind.dtypes(), kind.alignment, capability)
     segments = -(-kind.hidden_size // reference.SEGMENT)
@@ -318,18 +318,35 @@ def log_prob_variant(kind: LogProbKind, capability: int) -> Variant:
     warps = -(-segments // (turns * blocks))
     whole = kind.hidden_size == segments * reference.SEGMENT
     layout = replace(layout, row=reference.SEGMENT, warps=warps, cluster=blocks, blocks_row=True, full=whole)
+    out, d, d_entropy = (kind.dlogits, kind.d, kind.d_entropy) if kind.backward else (kind.out, None, None)
     identifier = {torch.int32: "int", torch.int64: "long long", None: "none"}[kind.ids]
     defines: dict[str, str | int] = {
         "ACCUMULATOR": _NAMES[kind.accumulator],
-        **_types(x=kind.logits, out=kind.out, d=kind.d, entropy_d=kind.d_entropy, temperature=kind.temperature),
+        **_types(x=kind.logits, out=out, d=d, entropy_d=d_entropy, temperature=kind.temperature),
         "ID_TYPE": identifier,
         **_flags(WHOLE=kind.name == "log_softmax", SELECTS=kind.ids is not None),
-        **_flags(ENTROPY=kind.name == "selected_and_entropy", CAPPED=kind.capped, TWO_LEVELS=kind.two_levels),
+        **_flags(ENTROPY=kind.name == "selected_and_entropy", CAPPED=is_capped(kind), TWO_LEVELS=kind.two_levels),
         "SEGMENTS": _padded_segments(kind.hidden_size),
         **layout.defines(),
     }
-    kernel = "log_prob" if kind.d is None else "log_prob_backward"
+    kernel = "log_prob_backward" if kind.backward else "log_prob"
     return Variant(kernel, tuple(defines.items()), warps * 32, blocks, Share.ROWS, 1)
+
+
+#: The functions that choose the kernel of a kind of call, or its kernels, by the kind's name.
+_CHOOSERS: dict[str, Callable[[Kind, int], Any]] = {
+    **dict.fromkeys(("norm", "norm_gated", "quantize"), forward_variant),
+    "norm_backward": backward_variants,
+    "gate": gate_variant,
+    "rotate": rotation_variant,
+    **dict.fromkeys(LOG_PROBABILITIES, log_prob_variant),
+}
+
+
+def variants_of(kind: Kind, capability: int) -> tuple[Variant, ...]:
+    """The kernels of a kind of call, in the order in which they are launched."""
+    found = _CHOOSERS[kind.name](kind, capability)
+    return (found,) if isinstance(found, Variant) else tuple(found.values())
 
 
 def _padded_segments(hidden_size: int) -> int:

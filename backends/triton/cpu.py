@@ -20,16 +20,14 @@ import torch
 from fusednorm.backends import cpu
 from fusednorm.backends.kernel_keys import (
     FUNCTIONS_OF_GATES,
+    LOG_PROBABILITIES,
     PACKED,
-    BackwardKind,
-    ForwardKind,
-    GateKind,
-    LogProbKind,
-    QuantizerKind,
+    Kind,
     blocks_of,
     ceiling,
-    kind_of,
+    kind_of_norm,
     scratch_of,
+    steps_of_gate,
 )
 from fusednorm.backends.triton import host
 from fusednorm.backends.triton.cpu_compiler import Compiler, Failure, Program, processor
@@ -39,12 +37,12 @@ from fusednorm.calls import fast_path as path
 from fusednorm.calls.c_enums import Share
 from fusednorm.calls.call import (
     ACTIVATIONS,
-    AroundNorm,
     Backward,
     Call,
     Forward,
     KindOfCall,
     Quantize,
+    RMSNorm,
 )
 from fusednorm.reference import norm as reference
 
@@ -111,7 +109,7 @@ def plan(operation: Operation) -> str:
     )
     if not _in_background() or isinstance(operation, KindOfCall):
         return compiled
-    found = _compiler.done.get(forward_variant(ForwardKind.of_operation(operation)).identity())
+    found = _compiler.done.get(forward_variant(kind_of_norm(operation)).identity())
     if found is None:
         return f"{compiled}; until they are compiled in the background, the cpu backend's: {cpu.plan(operation)}"
     if isinstance(found, Failure):
@@ -119,24 +117,22 @@ def plan(operation: Operation) -> str:
     return compiled
 
 
-def forward_variant(kind: ForwardKind) -> Variant:
+def forward_variant(kind: Kind) -> Variant:
     """The kernel for a kind of call. Flags that change nothing for these dtypes change no kernel."""
     from fusednorm.backends.triton.kernels import cpu_norm as kernels
 
-    if kind.quantizer is not None:
-        return _quantizer_variant(kind, kind.quantizer)
     flags, out = 0, kind.out
-    if kind.gate is not None:
-        before, out = kind.gate.between is None, kind.gate.between or kind.out
-        functions = {name.upper(): kind.gate.activation == name for name in ACTIVATIONS[1:]}
+    if kind.activation is not None:
+        before, out = kind.between is None, kind.between or kind.out
+        functions = {name.upper(): kind.activation == name for name in ACTIVATIONS[1:]}
         flags = _flags(GATE_BEFORE=before, GATE_AFTER=not before, **functions)
         flags += _flags(PASSED=not before and out == kind.x != kind.accumulator)
     constants = {"FLAGS": flags + _norm_flags(kind, out), "SEGMENTS": _segments(kind.hidden_size)}
-    return _variant(kind, kernels.forward, {**kind.operands(), "rstd": kind.accumulator}, constants)
+    return _variant(kind, kernels.forward, {**dict(kind.rows), "rstd": kind.accumulator}, constants)
 
 
 def _variant(
-    kind: ForwardKind | BackwardKind | GateKind,
+    kind: Kind,
     function: Any,
     dtypes: dict[str, torch.dtype | None],
     constants: dict[str, Any],
@@ -146,11 +142,10 @@ def _variant(
     return Variant(function, dtypes, kind.accumulator, {**constants, **_constants()}, bits=True, null=True, **more)
 
 
-def _norm_flags(kind: ForwardKind, out: torch.dtype | None) -> int:
+def _norm_flags(kind: Kind, out: torch.dtype | None) -> int:
     """The flags of a norm whose rows are rounded to ``out``."""
     adds, accumulator = kind.residual is not None, kind.accumulator
-    around = kind.around or AroundNorm(None, False, False)
-    affine = kind.weight is not None or around.bias is not None
+    affine = kind.weight is not None or kind.bias is not None
     exact_sum = kind.residual_out == accumulator
     return _flags(
         ADD=adds,
@@ -159,18 +154,18 @@ def _norm_flags(kind: ForwardKind, out: torch.dtype | None) -> int:
         ROUND_NORM=kind.round_norm and kind.x != accumulator and (affine or out != kind.x),
         WEIGHT=kind.weight is not None,
         TWO_LEVELS=kind.two_levels,
-        BIAS=around.bias is not None,
-        OF_HEADS=around.of_heads,
-        SCALED=around.scaled,
+        BIAS=kind.bias is not None,
+        OF_HEADS=kind.of_heads,
+        SCALED=kind.scaled,
         CENTER=kind.center,
     )
 
 
-def _quantizer_variant(kind: ForwardKind, quantizer: QuantizerKind) -> Variant:
+def quantizer_variant(kind: Kind) -> Variant:
     """The kernel that quantizes rows, which it may normalise before."""
     from fusednorm.backends.triton.kernels import cpu_quantize as kernels
 
-    quantization = quantizer.quantization
+    quantization = kind.quantization
     flags = _flags(
         GIVEN=quantization.per == "tensor",
         E4M3=quantization.dtype == torch.float8_e4m3fn,
@@ -183,40 +178,40 @@ def _quantizer_variant(kind: ForwardKind, quantizer: QuantizerKind) -> Variant:
         RECIPROCAL=quantization.apply == "reciprocal",
         RATIO=quantization.apply == "ratio",
         MULTIPLIER=quantization.returns == "multiplier",
-        TWO_LEVELS=kind.two_levels and not quantizer.normalises,
+        TWO_LEVELS=kind.two_levels and not kind.normalises,
     )
-    dtypes = {**kind.operands(), "out": kind.out if quantizer.normalises and quantizer.keeps else None}
+    dtypes = {**dict(kind.rows), "out": kind.out if kind.normalises and kind.keeps else None}
     dtypes |= {"numbers": torch.uint8, "scale": torch.float32, "zero_point": torch.int32}
-    if quantizer.normalises:
+    if kind.normalises:
         rounded = kind.out == kind.x != kind.accumulator
-        flags += _flags(NORMALISES=True, STORES=quantizer.keeps, PASSED=rounded)
+        flags += _flags(NORMALISES=True, STORES=kind.keeps, PASSED=rounded)
         flags += _norm_flags(kind, kind.out)
     constants = {"FLAGS": flags, "SEGMENTS": _segments(kind.hidden_size)}
     return _variant(kind, kernels.quantize, dtypes, constants)
 
 
-def gate_variant(kind: GateKind) -> Variant:
+def gate_variant(kind: Kind) -> Variant:
     """The kernel of a gate, or of its backward pass."""
     from fusednorm.backends.triton.kernels import cpu_gates as kernels
 
     between = None if kind.between is None else host.type_of(kind.between, bits=True)
     flags = _flags(TWO_LEVELS=kind.two_levels, IN_TURNS=kind.interleaved, NO_ROWS=kind.y is None)
-    dtypes: dict[str, torch.dtype | None] = {"y": kind.y, "z": kind.z, "out": kind.out}
-    if kind.d is not None:
-        dtypes = {"d": kind.d, "y": kind.y, "z": kind.z, "dy": kind.out, "dz": kind.dz}
-        flags += _flags(DY=kind.out is not None, DZ=kind.dz is not None)
-    constants = {"FLAGS": flags, "ACTIVATION": kind.activation, "BETWEEN": between, "STEPS": kind.compiled_steps()}
-    return _variant(kind, kernels.gate if kind.d is None else kernels.gate_backward, dtypes, constants)
+    if kind.backward:
+        flags += _flags(DY=kind.dy is not None, DZ=kind.dz is not None)
+    constants = {"FLAGS": flags, "ACTIVATION": kind.activation, "BETWEEN": between, "STEPS": steps_of_gate(kind)}
+    return _variant(
+        kind, kernels.gate_backward if kind.backward else kernels.gate, dict((*kind.rows, *kind.others)), constants
+    )
 
 
-def backward_variants(kind: BackwardKind) -> dict[str, Variant]:
+def backward_variants(kind: Kind) -> dict[str, Variant]:
     """The kernels for a kind of backward pass, by what they do, in the order in which they are launched.
 
     ``rows``: the gradients of the rows; ``shares``: each block's share of the weight's; ``weight``: the shares' sum.
     """
     from fusednorm.backends.triton.kernels import cpu_norm as kernels
 
-    operands = kind.operands()
+    operands = {**dict(kind.rows), "dweight": kind.dweight}
 
     def variant(part: str, used: tuple[str, ...], flags: int, segments: int, share: Share, per_program: int) -> Variant:
         dtypes = {name: dtype if name in used else None for name, dtype in operands.items()}
@@ -238,7 +233,7 @@ def backward_variants(kind: BackwardKind) -> dict[str, Variant]:
     return variants
 
 
-def log_prob_variant(kind: LogProbKind) -> Variant:
+def log_prob_variant(kind: Kind) -> Variant:
     """The kernel of log-probabilities, or of their gradient; a tile is a segment."""
     function, dtypes, constants = host.log_prob_parts(kind)
     constants |= {"TILES": _segments(kind.hidden_size), "SEGMENTS": 1, "DEPTH": 1, "WIDTH": reference.SEGMENT}
@@ -268,7 +263,8 @@ def commonest() -> Iterator[Variant]:
     """The kernels that most programs need first."""
     for dtype, add in itertools.product((torch.bfloat16, torch.float16, torch.float32), (True, False)):
         residual = dtype if add else None
-        yield forward_variant(ForwardKind(dtype, residual, dtype, dtype, residual, 1, True, False, False, False, 1))
+        operation = RMSNorm(torch.device("cpu"), dtype, residual, dtype, dtype, 1, True, False, residual)
+        yield forward_variant(kind_of_norm(operation))
 
 
 def _in_background() -> bool:
@@ -316,17 +312,22 @@ class _CompiledHost(_Host):
             partial = scratch_of(call)
             block, blocks = blocks_of(call.rows)
             packed = c_abi.pack_backward(call, threads, block, partial)
-            for program in self.held_for(BackwardKind.of(call, partial), call):
+            for program in self.held_for(call):
                 program(packed, program.variant.programs(call.rows, call.hidden_size, block, blocks))
         else:
-            (program,) = self.held_for(kind_of(call), call)
+            (program,) = self.held_for(call)
             program(PACKED[type(call)](call, threads), call.rows)
 
 
 _compiler = Compiler(Program)
 
-_CHOOSERS: dict[type, Callable[..., Any]] = {ForwardKind: forward_variant, BackwardKind: backward_variants}
-_CHOOSERS |= {GateKind: gate_variant, LogProbKind: log_prob_variant}
+_CHOOSERS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("norm", "norm_gated"), forward_variant),
+    "norm_backward": backward_variants,
+    "quantize": quantizer_variant,
+    "gate": gate_variant,
+    **dict.fromkeys(LOG_PROBABILITIES, log_prob_variant),
+}
 
 if INTERPRETED:
     _host: Host = _Host(_CHOOSERS, Interpreted, pointer_or_null, unaligned=True)

@@ -13,18 +13,15 @@ import torch
 from fusednorm.backends.kernel_keys import (
     FEW_ROWS,
     FUNCTIONS_OF_GATES,
+    LOG_PROBABILITIES,
     UNTRIED,
-    AnyKind,
-    BackwardKind,
-    ForwardKind,
-    GateKind,
-    LogProbKind,
-    ProductKind,
-    QuantizerKind,
-    RotationKind,
+    Kind,
     ceiling,
+    constants_of_quantizer,
+    dtypes_of_heads,
     fuses,
     multiplies_int8,
+    steps_of_gate,
 )
 from fusednorm.backends.triton import host
 from fusednorm.backends.triton.host import INTERPRETED, Host, Variant, launcher
@@ -150,7 +147,7 @@ def _by_bits(dtypes: Sequence[torch.dtype | None]) -> bool:
 
 
 def _variant(
-    kind: AnyKind | BackwardKind,
+    kind: Kind,
     function: Any,
     dtypes: dict[str, torch.dtype | None],
     constants: dict[str, Any],
@@ -164,63 +161,61 @@ def _variant(
     return Variant(function, dtypes, kind.accumulator, constants, aligned, warps=warps, per_program=per_program, **more)
 
 
-def forward_variant(kind: ForwardKind, lanes: int | None = None) -> Variant:
+def forward_variant(kind: Kind, lanes: int | None = None) -> Variant:
     """The kernel for a kind of call, on GPUs with so many threads in a warp; on this one if None."""
     from fusednorm.backends.triton.kernels import norm as kernels
 
-    lanes = lanes or warp_size()
-    if kind.quantizer is not None:
-        return _quantizer_variant(kind, kind.quantizer, lanes)
+    lanes, gated = lanes or warp_size(), kind.activation is not None
     rows, segments, depth, width, vector, warps, tiles = tiling(kind.hidden_size, kind.dtypes(), lanes, kind.alignment)
     constants: dict[str, Any] = {
         "N": kind.hidden_size,
-        "OFFSET": kind.offset,
+        "OFFSET": kind.weight_offset,
         "ROUND_SUM": kind.round_sum,
         "ROUND_NORM": kind.round_norm,
-        "BETWEEN": "" if kind.first is None else "x" if kind.first.between == kind.x else "A",
-        "GATED": "" if kind.gate is None else "before" if kind.gate.between is None else "after",
+        "BETWEEN": "" if not kind.norm_before_add else "x" if kind.between == kind.x else "A",
+        "GATED": "" if not gated else "before" if kind.between is None else "after",
         "PASSED": None,
-        "ACTIVATION": kind.gate and kind.gate.activation,
+        "ACTIVATION": kind.activation,
         "CENTER": kind.center,
     }
-    if kind.gate is not None and kind.gate.between not in (None, kind.accumulator):
-        constants["PASSED"] = host.type_of(kind.gate.between)
+    if gated and kind.between not in (None, kind.accumulator):
+        constants["PASSED"] = host.type_of(kind.between)
     kept = kind.residual is None or kind.round_sum or kind.residual_out == kind.accumulator or kind.out is None
     constants |= {"KEPT": kept, "ROWS": rows, "TILES": tiles}
-    absent = _absent(kind) + ("first_eps",) * (kind.first is None) + ("z_stride", "z_jump") * (kind.gate is None)
-    dtypes = {**kind.operands(), "rstd": kind.accumulator if kind.rstd else None}
+    absent = _absent(kind) + ("first_eps",) * (not kind.norm_before_add) + ("z_stride", "z_jump") * (not gated)
+    dtypes = {**dict(kind.rows), "rstd": kind.rstd}
     constants |= {"SEGMENTS": segments, "DEPTH": depth, "WIDTH": width, "VECTOR": vector}
     return _variant(kind, kernels.forward, dtypes, constants, warps, rows, absent=absent)
 
 
-def _absent(kind: ForwardKind) -> tuple[str, ...]:
+def _absent(kind: Kind) -> tuple[str, ...]:
     """The names of numbers that a kernel does not take where x is not scaled, or one row is for all heads."""
-    scaled, of_heads = (kind.around.scaled, kind.around.of_heads) if kind.around else (False, False)
-    return ("x_scale",) * (not scaled) + ("heads", "weight_stride", "bias_stride") * (not of_heads)
+    return ("x_scale",) * (not kind.scaled) + ("heads", "weight_stride", "bias_stride") * (not kind.of_heads)
 
 
-def _quantizer_variant(kind: ForwardKind, quantizer: QuantizerKind, lanes: int) -> Variant:
-    """The kernel that quantizes rows, which it may normalise before."""
+def quantizer_variant(kind: Kind, lanes: int | None = None) -> Variant:
+    """The kernel that quantizes rows, which it may normalise before, on GPUs as :func:`forward_variant` says."""
     from fusednorm.backends.triton.kernels.quantize import quantize_tile
 
+    lanes = lanes or warp_size()
     rows, segments, depth, width, vector, warps, _ = tiling(kind.hidden_size, kind.dtypes(), lanes, kind.alignment)
-    dtypes = {**kind.operands(), "out": kind.out if quantizer.normalises and quantizer.keeps else None}
+    dtypes = {**dict(kind.rows), "out": kind.out if kind.normalises and kind.keeps else None}
     dtypes |= {"numbers": torch.uint8, "scale": torch.float32}
-    dtypes["zero_point"] = torch.int32 if quantizer.quantization.computes_zero_point else None
+    dtypes["zero_point"] = torch.int32 if kind.quantization.computes_zero_point else None
     constants = {
         "N": kind.hidden_size,
-        "OFFSET": kind.offset,
+        "OFFSET": kind.weight_offset,
         "ROUND_SUM": kind.round_sum,
         "ROUND_NORM": kind.round_norm,
-        "PASSED": "" if not quantizer.normalises else "x" if kind.out == kind.x else "A",
+        "PASSED": "" if not kind.normalises else "x" if kind.out == kind.x else "A",
         "CENTER": kind.center,
-        **quantizer.constants(kind.hidden_size),
+        **constants_of_quantizer(kind),
     }
     constants |= {"ROWS": rows, "SEGMENTS": segments, "DEPTH": depth, "WIDTH": width, "VECTOR": vector}
     return _variant(kind, quantize_tile, dtypes, constants, warps, rows, absent=_absent(kind))
 
 
-def backward_variants(kind: BackwardKind, lanes: int | None = None) -> dict[str, Variant]:
+def backward_variants(kind: Kind, lanes: int | None = None) -> dict[str, Variant]:
     """The kernels for a kind of backward pass, by what they do, in the order in which they are launched.
 
     ``both``: the gradients of the rows and the blocks' shares of the weight's; ``rows`` and ``shares``: the same apart;
@@ -228,12 +223,12 @@ def backward_variants(kind: BackwardKind, lanes: int | None = None) -> dict[str,
     """
     from fusednorm.backends.triton.kernels import norm as kernels
 
-    dtypes = {**kind.operands(), "rstd": kind.accumulator, "partial": kind.accumulator}
+    dtypes = {**dict(kind.rows), "dweight": kind.dweight, "rstd": kind.accumulator, "partial": kind.accumulator}
     dtypes["means"] = kind.accumulator if kind.center and kind.dweight else None
     lanes = lanes or warp_size()
     rows, segments, depth, width, vector, warps, tiles = tiling(kind.hidden_size, kind.dtypes(), lanes, kind.alignment)
     shape = {"SEGMENTS": segments, "DEPTH": depth, "WIDTH": width, "VECTOR": vector}
-    row = {"N": kind.hidden_size, "OFFSET": kind.offset, "CENTER": kind.center}
+    row = {"N": kind.hidden_size, "OFFSET": kind.weight_offset, "CENTER": kind.center}
     more = {"divisor": math.gcd(kind.hidden_size, 16), "bits": INTERPRETED}
 
     def variant(function: Any, constants: dict[str, Any], warps: int, per_program: int, share: Share) -> Variant:
@@ -257,36 +252,32 @@ def backward_variants(kind: BackwardKind, lanes: int | None = None) -> dict[str,
     return variants
 
 
-def gate_variant(kind: GateKind, lanes: int | None = None) -> Variant:
+def gate_variant(kind: Kind, lanes: int | None = None) -> Variant:
     """The kernel of a gate, or of its backward pass, on GPUs with so many threads in a warp; on this one if None."""
     from fusednorm.backends.triton.kernels import gates as kernels
 
     tile = min(_OF_GATES, ceiling(max(kind.hidden_size, 16)))
     rows = _OF_GATES // tile
     share, per_program = (Share.ROWS, rows) if kind.hidden_size <= tile else (Share.COLUMNS_OF_BLOCKS, tile)
-    if kind.d is None:
-        function = kernels.gate_tile
-        dtypes: dict[str, torch.dtype | None] = {"y": kind.y, "z": kind.z, "out": kind.out}
-    else:
-        function = kernels.gate_backward_tile
-        dtypes = {"d": kind.d, "y": kind.y, "z": kind.z, "dy": kind.out, "dz": kind.dz}
+    function = kernels.gate_backward_tile if kind.backward else kernels.gate_tile
+    dtypes = dict((*kind.rows, *kind.others))
     if kind.interleaved:  # the kernel finds them with z and its gradient
         dtypes |= {name: None for name in ("y", "dy") if name in dtypes}
     bits = _by_bits([*kind.dtypes(), kind.between])
     between = None if kind.between is None else host.type_of(kind.between, bits)
     constants = {"N": kind.hidden_size, "ACTIVATION": kind.activation, "BETWEEN": between, "ROWS": rows, "TILE": tile}
-    constants |= {"STEPS": kind.compiled_steps(), "IN_TURNS": kind.interleaved}
+    constants |= {"STEPS": steps_of_gate(kind), "IN_TURNS": kind.interleaved}
     warps = _OF_GATES // (8 * (lanes or warp_size()))
     return _variant(kind, function, dtypes, constants, warps, per_program, bits=bits, share=share)
 
 
-def rotation_variant(kind: RotationKind, lanes: int | None = None) -> Variant:
+def rotation_variant(kind: Kind, lanes: int | None = None) -> Variant:
     """The kernel that normalises and rotates heads, on GPUs with so many threads in a warp; on this one if None."""
     from fusednorm.backends.triton.kernels.rotate import rotate_tile
 
-    size, pairs = ceiling(max(kind.size, 16)), kind.pairs
+    size, pairs = ceiling(max(kind.hidden_size, 16)), kind.pairs
     # The halving sum of all of a head is that of squares of halves, added up pair by pair, if it is not filled up.
-    halves = 2 * pairs == kind.size and (not kind.normalised or kind.size == ceiling(kind.size))
+    halves = 2 * pairs == kind.hidden_size and (not kind.norm or kind.hidden_size == ceiling(kind.hidden_size))
     if kind.interleaved and pairs:
         form, width = "neighbours", max(size // 2, 16)
     elif halves:
@@ -298,11 +289,11 @@ def rotation_variant(kind: RotationKind, lanes: int | None = None) -> Variant:
     products = None if kind.products is None else host.type_of(kind.products, bits)
     rows = max(1, _OF_HEADS // size)
     constants = {
-        "SIZE": kind.size,
+        "SIZE": kind.hidden_size,
         "PAIRS": pairs,
-        "NORMALISED": kind.normalised,
-        "ROUND_NORM": kind.round_norm,
-        "OFFSET": kind.offset,
+        "NORMALISED": kind.norm,
+        "ROUND_NORM": kind.norm and kind.round_norm,
+        "OFFSET": kind.norm and kind.weight_offset,
         "BETWEEN": passed,
         "PRODUCTS": products,
         "ROWS": rows,
@@ -310,14 +301,15 @@ def rotation_variant(kind: RotationKind, lanes: int | None = None) -> Variant:
         "WIDTH": width,
         "VECTOR": 16 // min(dtype.itemsize for dtype in kind.dtypes()) if kind.alignment >= 16 else 1,
     }
-    operands = {"": kind.x, "_out": kind.out, "_weight": kind.weight, "_rstd": kind.accumulator if kind.rstd else None}
-    dtypes = {name + of: dtype for of, dtype in operands.items() for name in "qk"}
-    dtypes |= {"cos": kind.cos, "sin": kind.sin, "positions": kind.position}
+    dtypes: dict[str, torch.dtype | None] = {}
+    for name, dtype in dtypes_of_heads(kind).items():
+        dtypes |= dict.fromkeys(("q", "k") if name == "x" else (f"q_{name}", f"k_{name}"), dtype)
+    dtypes |= {"cos": kind.cos, "sin": kind.sin, "positions": kind.positions}
     warps = _OF_HEADS // (16 * (lanes or warp_size()))
     return _variant(kind, rotate_tile, dtypes, constants, warps, rows, bits=bits)
 
 
-def log_prob_variant(kind: LogProbKind, lanes: int | None = None) -> Variant:
+def log_prob_variant(kind: Kind, lanes: int | None = None) -> Variant:
     """The kernel of log-probabilities, or of their gradient, on GPUs with so many threads in a warp.
 
     On this one if None. A program takes a row, in tiles as norms have them, of 32 elements to a thread; fewer where
@@ -325,7 +317,7 @@ def log_prob_variant(kind: LogProbKind, lanes: int | None = None) -> Variant:
     """
     lanes = lanes or warp_size()
     _, segments, depth, width, vector, *_ = tiling(kind.hidden_size, kind.dtypes(), lanes, kind.alignment)
-    of_thread = 32 if kind.d is None or kind.name == "log_softmax" else 16
+    of_thread = 16 if kind.backward and kind.name != "log_softmax" else 32
     if kind.accumulator == torch.float64:
         of_thread //= 2
     segments = min(segments, of_thread // 4)
@@ -337,20 +329,24 @@ def log_prob_variant(kind: LogProbKind, lanes: int | None = None) -> Variant:
     return _variant(kind, function, dtypes, constants, warps, 1, divisor=math.gcd(kind.hidden_size, 16))
 
 
-def product_variant(kind: ProductKind, lanes: int | None = None) -> Variant:
+def product_variant(kind: Kind, lanes: int | None = None) -> Variant:
     """The kernel of products of int8, on GPUs with so many threads in a warp; on this one if None."""
     from fusednorm.backends.triton.kernels.int8_products import int8_linear
 
-    dtypes: dict[str, torch.dtype | None] = dict.fromkeys(("q", "weight"), torch.int8)
-    dtypes |= dict.fromkeys(("scale", "weight_scale"), torch.float32)
-    dtypes |= {"bias": kind.bias, "zero_point": torch.int32 if kind.zero_point else None, "out": kind.out}
     constants = {"ROWS": FEW_ROWS if kind.few else _ROWS, "COLUMNS": _COLUMNS, "DEPTH": _DEPTH}
     warps = 128 // (lanes or warp_size())
-    return _variant(kind, int8_linear, dtypes, constants, warps, 1, divisor=kind.divisor)
+    dtypes, divisor = dict((*kind.rows, *kind.others)), math.gcd(kind.hidden_size, 16)
+    return _variant(kind, int8_linear, dtypes, constants, warps, 1, divisor=divisor)
 
 
-_CHOOSERS: dict[type, Callable[..., Any]] = {ForwardKind: forward_variant, BackwardKind: backward_variants}
-_CHOOSERS |= {GateKind: gate_variant, RotationKind: rotation_variant, LogProbKind: log_prob_variant}
-_CHOOSERS |= {ProductKind: product_variant}
+_CHOOSERS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("norm", "norm_gated"), forward_variant),
+    "norm_backward": backward_variants,
+    "quantize": quantizer_variant,
+    "gate": gate_variant,
+    "rotate": rotation_variant,
+    "int8_linear": product_variant,
+    **dict.fromkeys(LOG_PROBABILITIES, log_prob_variant),
+}
 _host = Host(_CHOOSERS, launcher)
 forward = backward = _host.run

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from fusednorm.backends.kernel_keys import (
-    BackwardKind,
-    LogProbKind,
+    Kind,
     blocks_of,
     check_addresses,
+    is_capped,
     kind_of,
     lacking,
     programs,
@@ -219,7 +219,7 @@ class Variant:
         return found
 
 
-def log_prob_parts(kind: LogProbKind) -> tuple[Any, dict[str, torch.dtype | None], dict[str, Any]]:
+def log_prob_parts(kind: Kind) -> tuple[Any, dict[str, torch.dtype | None], dict[str, Any]]:
     """The kernel of log-probabilities, the dtypes of its operands, and the constants that say what it computes."""
     from fusednorm.backends.triton.kernels import log_prob as kernels
 
@@ -227,15 +227,16 @@ def log_prob_parts(kind: LogProbKind) -> tuple[Any, dict[str, torch.dtype | None
     function, name = kernels.log_prob, kind.name
     dtypes = dict.fromkeys(("out", "result", "entropy", "d", "d_result", "d_entropy"))
     dtypes |= {"logits": kind.logits, "ids": kind.ids, "temperature": kind.temperature, "m": wide, "s": wide}
-    dtypes["out" if whole or kind.d is not None else "result"] = kind.out
-    if kind.d is not None:
+    if kind.backward:
         function = kernels.log_prob_backward
-        dtypes["d" if whole else "d_result"] = kind.d
+        dtypes |= {"out": kind.dlogits, "d" if whole else "d_result": kind.d}
         if name == "selected_and_entropy" and kind.d_entropy is None:
             name = "selected"
+    else:
+        dtypes["out" if whole else "result"] = kind.out
     if name == "selected_and_entropy":
-        dtypes |= {"entropy": wide, "d_entropy": kind.d_entropy}
-    return function, dtypes, {"OPERATION": name, "CAPPED": kind.capped, "DIVIDES": kind.temperature is not None}
+        dtypes |= {"entropy": wide, "d_entropy": kind.d_entropy if kind.backward else None}
+    return function, dtypes, {"OPERATION": name, "CAPPED": is_capped(kind), "DIVIDES": kind.temperature is not None}
 
 
 def type_of(dtype: torch.dtype, bits: bool = INTERPRETED) -> Any:
@@ -417,8 +418,8 @@ def _current(device: torch.device) -> AbstractContextManager[Any]:
 class Host:
     """The ``forward`` and ``backward`` of a backend: it holds the launchers of each kind of call, and calls them."""
 
-    #: By the type of a kind: the function that chooses its kernel, or its kernels in the order of their launches.
-    choosers: Mapping[type, Callable[[Any], Variant | Mapping[str, Variant]]]
+    #: By the name of a kind: the function that chooses its kernel, or its kernels in the order of their launches.
+    choosers: Mapping[str, Callable[[Kind], Variant | Mapping[str, Variant]]]
     #: Compiles and loads a variant: a launcher.
     load: Callable[[Variant], Any]
     pointer: Callable[[Tensor | None], Any] = pointer
@@ -450,12 +451,13 @@ class Host:
         self.held[key] = found
         return found
 
-    def held_for(self, kind: Any, call: AnyCall) -> list[Any]:
-        """The launchers of the kernels of a call, which is of this kind."""
+    def held_for(self, call: AnyCall) -> list[Any]:
+        """The launchers of the kernels of a call."""
+        kind = kind_of(call)
         key = (device_of(call).index, kind)
         found = self.held.get(key)
         if found is None:
-            chosen = self.choosers[type(kind)](kind)
+            chosen = self.choosers[kind.name](kind)
             found = self._hold(key, (chosen,) if isinstance(chosen, Variant) else chosen.values(), call)
         return found
 
@@ -489,7 +491,7 @@ class Host:
     def _launch(self, call: ForwardCall, rows: int, values: dict[str, Any]) -> None:
         """Launches the one kernel of a call."""
         with _current(device_of(call)):
-            (launch,) = self.held_for(kind_of(call), call)
+            (launch,) = self.held_for(call)
             launch(launch.variant.programs(rows, call.hidden_size, 1, rows), values)
 
     def quantize(self, call: Quantize) -> None:
@@ -519,7 +521,7 @@ class Host:
         places = [(f"{name}_stride", f"{name}_jump") for name in ("q", "out")]
         values |= _places(call, places, [call.strides["q"], call.strides["out"]])
         with _current(device_of(call)):
-            (launch,) = self.held_for(kind_of(call), call)
+            (launch,) = self.held_for(call)
             tile = launch.variant.constants
             launch(-(-call.rows // tile["ROWS"]) * -(-len(call.weight) // tile["COLUMNS"]), values)
 
@@ -550,7 +552,7 @@ class Host:
             for name, heads in zip("qk", (sets[0], sets[-1]), strict=True):
                 values |= self._heads(call, name, heads)
             with _current(device_of(part)):
-                (launch,) = self.held_for(kind_of(part), part)
+                (launch,) = self.held_for(part)
                 per_program = launch.variant.per_program
                 launch(sum(-(-call.rows * heads.number // per_program) for heads in sets), values)
 
@@ -587,7 +589,7 @@ class Host:
             means = partial[blocks * call.hidden_size :] if partial is not None and call.operation.center else None
             values["means"] = self.pointer(means)
             values |= {"block": block, "blocks": blocks, "hidden_size": call.hidden_size}
-            for launch in self.held_for(BackwardKind.of(call, partial), call):
+            for launch in self.held_for(call):
                 launch(launch.variant.programs(call.rows, call.hidden_size, block, blocks), values)
 
 

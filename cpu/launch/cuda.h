@@ -10,7 +10,7 @@
 #include "abi/call.h"
 
 /*
- * What decides which kernels a call takes: the same as `ForwardKind`, `BackwardKind` and `GateKind` in
+ * What decides which kernels a call takes: the same as `Kind` in
  * backends/kernel_keys.py. The kinds of the operands follow each other in `kinds`, four bits each. Of a quantizer there
  * are the length of its groups, and a bit for its being there, one for whether rows are stored too, its kind and its flags.
  * Of a gate there are its function, the kind that this is rounded to, its flags (enum fn_gate_flag), and its numbers where it

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import kernel_kinds
 import pytest
 import torch
-from kernel_kinds import alone, named, norm_backward, on, quantized
+from kernel_kinds import alone, log_probability, named, norm_backward, on, quantized
 from surroundings import printed_by
 
 import fusednorm
@@ -26,9 +26,9 @@ from fusednorm.backends import cuda
 from fusednorm.backends.cuda import choice as cuda_kernels
 from fusednorm.backends.cuda import compiler as cuda_compiler
 from fusednorm.backends.cuda import products as cuda_products
-from fusednorm.backends.kernel_keys import GateOfNorm, LogProbKind, fuses, lacking
+from fusednorm.backends.kernel_keys import fuses, lacking
 from fusednorm.calls import fast_path
-from fusednorm.calls.call import AroundNorm, FirstNorm, Flags, Forward, GateSteps, RMSNorm, operation_of
+from fusednorm.calls.call import Flags, Forward, GateSteps, RMSNorm, operation_of
 from fusednorm.conformance import cases
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, operands
 from fusednorm.conformance.test_int8_linear import tensors
@@ -163,10 +163,10 @@ GATED = {
 def norms_with_more():
     """All of these norms, with their compute capabilities."""
     for capability, kind in on(NORM_FIRST):
-        kind = kind._replace(first=FirstNorm(kind.x, kind.x))
-        yield from ((capability, kind), (capability, kind._replace(weight=None, out=None)))
+        kind = kind.changed(norm_before_add=True, between=kind.x, first_weight=kind.x)
+        yield from ((capability, kind), (capability, kind.changed(weight=None, out=None)))
     for (capability, kind), of_heads in itertools.product(on(AROUND), (False, True)):
-        yield capability, kind._replace(around=AroundNorm(kind.x, of_heads, True))
+        yield capability, kind.changed(bias=kind.x, of_heads=of_heads, scaled=True)
     for capability, kind, names in (
         (75, norm(BF16, F32, 4096), ("int8", "float8 blocks")),
         (80, norm(BF16, BF16, 65536), ("int8",)),
@@ -181,7 +181,8 @@ def norms_with_more():
             after_norm = quantized(kind, QUANTIZED[name])
             yield from ((capability, after_norm), (capability, alone(after_norm)))
     for capability, kind in on(GATED):
-        yield from ((capability, kind._replace(gate=GateOfNorm("silu", kind.x, between))) for between in (kind.x, None))
+        gated = kind.changed(name="norm_gated", activation="silu", z=kind.x)
+        yield from ((capability, gated.changed(between=between)) for between in (kind.x, None))
 
 
 @compiles
@@ -189,14 +190,13 @@ def norms_with_more():
 def test_machine_code_of_a_norm_with_more(tmp_path, capability, kind):
     """Nothing spilled, and each operand is read once, where a row fits the registers."""
     variant = cuda_kernels.forward_variant(kind, capability)
-    quantizes_alone = kind.quantizer is not None and not kind.quantizer.normalises
-    assert variant.kernel.removesuffix("_wide") == ("quantize" if quantizes_alone else "forward")
+    assert variant.kernel.removesuffix("_wide") == ("forward" if kind.normalises else "quantize")
     loads = Code(variant, capability, tmp_path).named("LDG")
     if not variant.kernel.endswith("_wide"):
         # A lane has 32 elements; where half a warp has a row, 8 of what all rows share.
-        shared = 8 if kind.hidden_size == 128 and not (kind.around and kind.around.of_heads) else 32
+        shared = 8 if kind.hidden_size == 128 and not kind.of_heads else 32
         elements = {"x": 32, "residual": 32, "z": 32, "weight": shared, "first_weight": shared, "bias": shared}
-        types = kind.operands()
+        types = dict(kind.rows)
         read = sum(count * types[name].itemsize for name, count in elements.items() if types[name] is not None)
         assert len(loads) == read // (32 if capability >= 100 else 16)
 
@@ -274,7 +274,7 @@ def test_machine_code_of_a_rotation(tmp_path, capability, kind):
     at_once = 32 if capability >= 100 else 16
     of_tables = 2 * 32 if kind.interleaved else 2 * 32 * F32.itemsize // at_once
     loads = Code(variant, capability, tmp_path).named("LDG")
-    assert len(loads) == 2 * 32 * kind.x.itemsize // at_once + of_tables
+    assert len(loads) == 2 * 32 * kind.q.itemsize // at_once + of_tables
     exact_ptx(variant, capability)
 
 
@@ -288,19 +288,16 @@ def test_machine_code_of_a_rotation(tmp_path, capability, kind):
 def test_machine_code_of_log_probabilities(tmp_path, capability, dtype, size, name):
     """Nothing spilled, also of rows that begin anywhere; nothing fused; and rows are read in whole vectors."""
     wide, whole = F64 if dtype == F64 else F32, name == "log_softmax"
-    ids, entropy = (None, None) if whole else (torch.int64, wide)
     at_once = 32 if capability >= 100 else 16
-    d_and_not = (None, dtype if whole else wide)
-    for d, capped, alignment in cases.covering(d_and_not, (False,) if whole else (False, True), (32, dtype.itemsize)):
-        of_entropy = None if d is None else entropy
-        out = dtype if whole or d is not None else wide
-        kind = LogProbKind(name, dtype, out, ids, wide if capped else None, d, of_entropy, capped, size, alignment)
+    caps = (False,) if whole else (False, True)
+    for backward, capped, alignment in cases.covering((False, True), caps, (32, dtype.itemsize)):
+        kind = log_probability(name, dtype, size, alignment, backward, wide if capped else None, capped)
         variant = cuda_kernels.log_prob_variant(kind, capability)
         assert variant.cluster == (8 if capability >= 90 and size > 100_000 else 4 if capability >= 90 else 1)
         code = Code(variant, capability, tmp_path)
         if alignment == 32:
             # Twice, to find the greatest and the sum; once more to write; a gradient reads once, and d twice.
-            turns = (2 + whole) if d is None else 1 + 2 * whole
+            turns = 1 + 2 * whole if backward else 2 + whole
             loads = sum(f".{8 * at_once}" in i for i in code.named("LDG"))
             wanted = turns * 32 * dtype.itemsize // at_once
             assert loads == wanted or (capability >= 100 and loads > wanted)  # there the compiler unrolls some loops
@@ -308,7 +305,7 @@ def test_machine_code_of_log_probabilities(tmp_path, capability, dtype, size, na
 
 
 #: With optional steps, and z and y that take turns.
-IN_STEPS = {"steps": GateSteps(7.0, 1.702, 1.0), "interleaved": True}
+IN_STEPS = {**GateSteps(7.0, 1.702, 1.0)._asdict(), "interleaved": True}
 GATES = {
     75: [gate(BF16, "silu")],
     80: [gate(F16, "sigmoid")],
@@ -336,7 +333,7 @@ def test_machine_code_of_a_gate(tmp_path, capability, kind, backward):
 
     Each operand is one access, also where z and y take turns.
     """
-    kind = kind._replace(d=kind.z, dz=kind.z) if backward else kind
+    kind = kernel_kinds.gradients(kind) if backward else kind
     variant = cuda_kernels.gate_variant(kind, capability)
     assert variant.kernel == ("gate_backward" if backward else "gate")
     assert len(Code(variant, capability, tmp_path).named("LDG")) == (3 if backward else 2)

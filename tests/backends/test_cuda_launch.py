@@ -18,7 +18,7 @@ from fusednorm import Quantization, engine, rms_norm_add_rms_norm
 from fusednorm.backends import cuda
 from fusednorm.backends.cuda import choice as cuda_kernels
 from fusednorm.backends.cuda import compiler as cuda_compiler
-from fusednorm.backends.kernel_keys import BackwardKind, ForwardKind, blocks_of, programs, scratch_of
+from fusednorm.backends.kernel_keys import blocks_of, kind_of, programs, scratch_of
 from fusednorm.calls import c_abi, c_kinds, c_quantizer, fast_path
 from fusednorm.calls.c_enums import Share
 from fusednorm.calls.call import Backward, Flags, Forward, Quantize, RMSNorm, operation_of
@@ -963,7 +963,7 @@ def both_passes(hidden):
         return outputs
 
     def hold_forward(device):
-        variant = cuda_kernels.forward_variant(ForwardKind.of(call), cuda.capability(device))
+        variant = cuda_kernels.forward_variant(kind_of(call), cuda.capability(device))
         cuda._hold(c_abi.pack_forward(on_gpu(call, device)), device, [variant])
 
     yield (
@@ -986,7 +986,7 @@ def both_passes(hidden):
         return gradients if fast_path.backward(fast_path.CUDA, *given) else None
 
     def hold_backward(device):
-        variants = cuda_kernels.backward_variants(BackwardKind.of(back, partial), cuda.capability(device))
+        variants = cuda_kernels.backward_variants(kind_of(back), cuda.capability(device))
         cuda._hold(c_abi.pack_backward(on_gpu(back, device), 1, 1, partial), device, variants.values())
 
     wanted = reference.gradients(x, None, residual, rstd, weight, 0.0, BF16, None, (True, False, True))

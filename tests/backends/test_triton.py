@@ -16,24 +16,16 @@ import kernel_kinds
 import pytest
 import torch
 from every_operation import DIFFERENTIATED, FUNCTIONS, MORE, clones, function_of, gradients, recorded
-from kernel_kinds import alone, log_probabilities, named, norm_backward, on, quantized, rotated_alone
+from kernel_kinds import alone, log_probabilities, named, norm_backward, on, product, quantized, rotated_alone
 from surroundings import printed_by
 
 import fusednorm
 from fusednorm import Quantization
-from fusednorm.backends.kernel_keys import (
-    BackwardKind,
-    ForwardKind,
-    GateKind,
-    GateOfNorm,
-    LogProbKind,
-    ProductKind,
-    RotationKind,
-)
+from fusednorm.backends.kernel_keys import LOG_PROBABILITIES
 from fusednorm.backends.triton import cpu as triton_cpu
 from fusednorm.backends.triton import gpu as triton_gpu
 from fusednorm.backends.triton import host as triton_host
-from fusednorm.calls.call import AroundNorm, Flags, Forward, GateSteps, operation_of
+from fusednorm.calls.call import Flags, Forward, GateSteps, operation_of
 from fusednorm.calls.scalars import in_float32
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, covering, operands
 from fusednorm.conformance.test_int8_linear import tensors
@@ -65,7 +57,7 @@ rotation = partial(kernel_kinds.rotation, alignment=16)
 
 def chosen(kind, lanes):
     """The kernels for a kind of call."""
-    found = triton_gpu._CHOOSERS[type(kind)](kind, lanes)
+    found = triton_gpu._CHOOSERS[kind.name](kind, lanes)
     return list(found.values()) if isinstance(found, dict) else [found]
 
 
@@ -147,12 +139,12 @@ GATED = {
 def norms_with_more():
     """All of these norms, with their compute capabilities."""
     for (capability, kind), of_heads in itertools.product(on(AROUND), (False, True)):
-        yield capability, kind._replace(around=AroundNorm(kind.x, of_heads, True))
+        yield capability, kind.changed(bias=kind.x, of_heads=of_heads, scaled=True)
     for capability, kind in on(CENTERED):
-        yield capability, kind._replace(around=AroundNorm(kind.x, False, False))
+        yield capability, kind.changed(bias=kind.x)
     for capability, kind in on(GATED):
         for between in (kind.x, F32, None):
-            yield capability, kind._replace(gate=GateOfNorm("silu", kind.x, between))
+            yield capability, kind.changed(name="norm_gated", activation="silu", z=kind.x, between=between)
 
 
 @pytest.mark.parametrize(("capability", "kind"), [*norms_with_more()], ids=named)
@@ -163,7 +155,7 @@ def test_a_norm_with_more(capability, kind):
     assert code.shared <= 48 * 1024
     assert set(code.loads) == set(code.stores) == {16}
     if variant.constants["TILES"] == 1:  # a thread has 32 elements
-        read = [kind.operands()[name] for name in ("x", "residual", "weight", "bias", "z")]
+        read = [getattr(kind, name) for name in ("x", "residual", "weight", "bias", "z")]
         assert sum(code.loads) == 32 * sum(dtype.itemsize for dtype in read if dtype is not None)
 
 
@@ -176,7 +168,7 @@ def test_gradients_of_a_layer_norm(capability, kind):
     assert list(variants) == (["both", "weight"] if 2048 < size <= 8192 else ["rows", "shares", "weight"])
     for variant in variants.values():
         Code(variant, capability)
-    of_weight = triton_gpu.backward_variants(kind._replace(dx=None), 32)
+    of_weight = triton_gpu.backward_variants(kind.changed(dx=None), 32)
     assert list(of_weight) == ["rows", "shares", "weight"]
     loads = Code(of_weight["rows"], capability).loads
     assert sum(loads) <= 32 * residual.itemsize + 32, "more than h is loaded for its mean"
@@ -296,7 +288,7 @@ def test_a_quantizer(capability, kind, normalises):
 def in_steps(dtype):
     """Gates with optional steps, of z and y that take turns or not."""
     steps = GateSteps(7.0, 1.702, 1.0, round_steps=dtype == F16)
-    return [gate(dtype, "silu", steps=steps, interleaved=interleaved) for interleaved in (False, True)]
+    return [gate(dtype, "silu", **steps._asdict(), interleaved=interleaved) for interleaved in (False, True)]
 
 
 GATES = {
@@ -313,12 +305,12 @@ def test_a_gate(capability, kind, backward):
 
     Vectors are whole although z and y take turns, too.
     """
-    kind = kind._replace(d=kind.z, dz=kind.z) if backward else kind
+    kind = kernel_kinds.gradients(kind) if backward else kind
     (variant,) = chosen(kind, 32)
     code, dtype = Code(variant, capability), kind.z
     assert set(code.loads) == set(code.stores) == {16}
     assert len(code.loads) == (3 if backward else 2) * dtype.itemsize // 2
-    if kind.steps == GateSteps():
+    if not kind.limit:
         assert code.registers <= (128 if dtype == F64 else 64)
         real = "f64" if dtype == F64 else "f32"
         counted = len(re.findall(rf"\b(?:add|sub|mul)\.(?:rn\.)?{real}\b", code.ptx))
@@ -334,12 +326,12 @@ def test_log_probabilities(capability, dtype, size):
         (variant,) = chosen(kind, 32)
         # Exact quotients of 32 numbers take most registers.
         code = Code(variant, capability, spilled=0 if kind.temperature is None else 16)
-        assert code.registers <= (255 if dtype == F64 or kind.capped else 128), kind
+        assert code.registers <= (255 if dtype == F64 or kind.softcap else 128), kind
         assert code.shared <= 8 * 1024, kind
         # A tile is there twice: all of it, and what is left of a row.
         tile = 2 * variant.constants["SEGMENTS"] * variant.constants["DEPTH"] * variant.constants["WIDTH"]
         vectors = tile * dtype.itemsize // (16 * 32 * variant.warps)
-        whole, gradients = kind.name == "log_softmax", kind.d is not None
+        whole, gradients = kind.name == "log_softmax", kind.backward
         times = 3 if whole else 1 if gradients else 2
         assert code.loads.count(16) == times * vectors, kind
         assert code.stores.count(16) == (vectors if whole or gradients else 0), kind
@@ -347,9 +339,9 @@ def test_log_probabilities(capability, dtype, size):
 
 #: Products of int8: of few rows and of many, with and without what is optional.
 PRODUCTS = [
-    ProductKind(None, False, BF16, True, 16, 16),
-    ProductKind(F32, True, F16, False, 16, 16),
-    ProductKind(BF16, False, F16, False, 16, 16),
+    product(BF16),
+    product(F16, bias=F32, zero_point=True, few=False),
+    product(F16, bias=BF16, few=False),
 ]
 
 
@@ -401,13 +393,13 @@ def test_a_rotation(capability, heads, registers):
         code = Code(variant, capability)
         assert code.registers <= registers
         assert set(code.loads) == set(code.stores) == {16}
-        assert sum(code.stores) == 16 * kind.x.itemsize  # a thread has 16 numbers
+        assert sum(code.stores) == 16 * kind.q.itemsize  # a thread has 16 numbers
         barriers = code.ptx.count("bar.sync")
         if variant.constants["FORM"] == "parts":  # all threads have read before one stores, as that may be in place
             assert barriers == (1 if kind.pairs else 0)
         else:
-            assert sum(code.loads) == 16 * (kind.x.itemsize * (1 + kind.normalised) + kind.cos.itemsize)
-            assert kind.size > 512 or (barriers, code.shared) == (0, 0)
+            assert sum(code.loads) == 16 * (kind.q.itemsize * (1 + kind.norm) + kind.cos.itemsize)
+            assert kind.hidden_size > 512 or (barriers, code.shared) == (0, 0)
 
 
 def amd_assembly(variant, kernel, spilled="[vs]gpr"):
@@ -448,32 +440,32 @@ def kinds_on_amd():
     for kind in log_probabilities(BF16, 151936, 16):
         # The greater one of two numbers, and a small whole number as a float: both are exact.
         yield kind, "v_max_f32|v_max3_f32|v_cvt_f32_i32"
-    in_steps = {"steps": GateSteps(7.0, 1.702, 1.0), "interleaved": True}
-    for d in (None, BF16):
-        yield GateKind(d, BF16, F32, F32, d, "gelu_tanh", BF16, 4000, 16), ""
-        yield GateKind(d, BF16, BF16, BF16, d, "silu", BF16, 4000, 16, **in_steps), ""
+    mixed = {"z": F32, "out": F32, "between": BF16}
+    taking_turns = {**GateSteps(7.0, 1.702, 1.0)._asdict(), "interleaved": True}
+    for kind in (gate(BF16, "gelu_tanh", size=4000, **mixed), gate(BF16, "silu", size=4000, **taking_turns)):
+        yield from ((kind, ""), (kernel_kinds.gradients(kind), ""))
     for kind in PRODUCTS:
         # Matrix cores; and whole numbers as floats, which are rounded once.
         yield kind, r".*_i32_\w*i.*|v_cvt_f32_i32"
     for of_heads in (False, True):
-        kind = norm(F32, F16, 4000, weight=F16, round_norm=True, around=AroundNorm(F16, of_heads, True))
+        kind = norm(F32, F16, 4000, weight=F16, round_norm=True, bias=F16, of_heads=of_heads, scaled=True)
         # Numbers of heads are divided by way of floating-point numbers.
         yield kind, ".*" if of_heads else ""
 
 
 @pytest.mark.parametrize("target", [AMD[1], AMD[3]], ids=named)
-@pytest.mark.parametrize(("kind", "more"), [*kinds_on_amd()], ids=lambda of: type(of).__name__)
+@pytest.mark.parametrize(("kind", "more"), [*kinds_on_amd()], ids=lambda of: getattr(of, "name", "more"))
 def test_more_on_amd(target, kind, more):
     """Nothing fused or approximate but in what divides and takes roots, nothing flushed, nothing spilled to memory."""
     (variant,) = chosen(kind, target.warp_size)
     kernel = triton_host.compiled(variant, target)
-    name = {ForwardKind: "forward", ProductKind: "int8_linear"}.get(type(kind), "rows")
+    name = {"norm": "forward", "int8_linear": "int8_linear"}.get(kind.name, "rows")
     found = map(str, unlike_the_source(name, F32, kernel))
     assert [one for one in found if not re.fullmatch(more, one)] == []
     # Scalar registers are spilled to vector registers, at most, which takes no memory.
-    assembly = amd_assembly(variant, kernel, "vgpr" if isinstance(kind, LogProbKind) else "[vs]gpr")
-    assert not isinstance(kind, ForwardKind) or stores_are_wide(assembly)
-    assert not isinstance(kind, ProductKind) or re.search(r"v_mfma_i32_\w*i8|v_wmma_i32_\w*iu8", assembly)
+    assembly = amd_assembly(variant, kernel, "vgpr" if kind.name in LOG_PROBABILITIES else "[vs]gpr")
+    assert kind.name != "norm" or stores_are_wide(assembly)
+    assert kind.name != "int8_linear" or re.search(r"v_mfma_i32_\w*i8|v_wmma_i32_\w*iu8", assembly)
 
 
 @pytest.mark.parametrize("target", AMD, ids=named)
@@ -499,25 +491,25 @@ def in_both_types():
     """Kinds of calls with operands of bfloat16 and of float16."""
     both = (BF16, F16), (F16, BF16)
     for y, z in both:
-        for d in (None, BF16):
-            yield GateKind(d, y, z, F16, d and z, "silu", z, 1100, 4)
+        kind = gate(F16, "silu", alignment=4, size=1100, y=y, z=z, between=z)
+        yield from (kind, kernel_kinds.gradients(kind, d=BF16, dy=F16))
     for x, table in both:
         kind = rotation(x, 64, 32, table=table, products=F16)
         yield from (kind, rotated_alone(kind))
     yield norm(BF16, F16, 1024)
     for hidden in (100, 4096, 70_000):
         for dy, h in both:
-            yield BackwardKind(dy, h, h, None, dy, h, None, F32, hidden, False, 16)
+            yield norm_backward(dy, h, hidden, 16, weight=None, dresidual=h, dweight=None)
 
 
-@pytest.mark.parametrize("kind", [*in_both_types()], ids=lambda kind: type(kind).__name__)
+@pytest.mark.parametrize("kind", [*in_both_types()], ids=lambda kind: kind.name)
 def test_bfloat16_and_float16_meet_in_float32(kind):
     """LLVM would round bfloat16 numbers to float16 first, which has a smaller range.
 
     No sum or product of two stored numbers is rounded at once either, although bfloat16 does not go by its bits.
     """
     (variant,) = chosen(kind, 32)
-    operations = "mul|fma" if isinstance(kind, RotationKind) else "add|sub|mul|fma"  # whose products are rounded
+    operations = "mul|fma" if kind.name == "rotate" else "add|sub|mul|fma"  # whose products are rounded
     assert not re.findall(rf"(?:{operations})\.rn\.b?f16", Code(variant, 90).ptx)
 
 
@@ -843,9 +835,9 @@ def test_the_oldest_triton_compiles_every_kind_of_kernel(launches, monkeypatch):
         pytest.skip("tox -e triton runs this with the oldest Triton; the other tests compile with this one")
     assert version == triton_host.OLDEST, "tox.ini names another version"
     kinds, choosers = {}, dict(triton_gpu._host.choosers)
-    for type_of_kind, choose in choosers.items():
+    for name, choose in choosers.items():
         noted = lambda kind, choose=choose: choose(kinds.setdefault(kind, kind))  # noqa: E731
-        monkeypatch.setitem(triton_gpu._host.choosers, type_of_kind, noted)
+        monkeypatch.setitem(triton_gpu._host.choosers, name, noted)
     for function, given in [*((function_of(name), given) for name, given in FUNCTIONS.items()), *MORE.values()]:
         function(**clones(given))
     for outputs, leaves in map(recorded, DIFFERENTIATED):
@@ -853,17 +845,17 @@ def test_the_oldest_triton_compiles_every_kind_of_kernel(launches, monkeypatch):
     targets, sizes = itertools.cycle((NVIDIA[2], NVIDIA[3], AMD[1])), itertools.cycle((96, 128, 4096, 20000))
     compiled = set()
     for kind, target, size in zip(kinds, targets, sizes, strict=False):
-        if isinstance(kind, RotationKind):
-            sized = [kind._replace(size=128, pairs=kind.pairs and 64)]
-        elif isinstance(kind, BackwardKind):
-            sized = [kind._replace(hidden_size=size) for size in (96, 4096)]
-        elif isinstance(kind, ProductKind):
-            sized = [kind._replace(few=few, divisor=16) for few in (True, False)]
+        if kind.name == "rotate":
+            sized = [kind.changed(hidden_size=128, pairs=kind.pairs and 64)]
+        elif kind.name == "norm_backward":
+            sized = [kind.changed(hidden_size=size) for size in (96, 4096)]
+        elif kind.name == "int8_linear":
+            sized = [kind.changed(few=few, hidden_size=4096) for few in (True, False)]
         else:
-            most = 1000 if isinstance(kind, LogProbKind) else 16384 if getattr(kind, "quantizer", None) else size
-            sized = [kind._replace(hidden_size=min(size, most))]
+            most = 1000 if kind.name in LOG_PROBABILITIES else 16384 if kind.name == "quantize" else size
+            sized = [kind.changed(hidden_size=min(size, most))]
         for kind in sized:
-            chosen = choosers[type(kind)](kind._replace(alignment=16), target.warp_size)
+            chosen = choosers[kind.name](kind._replace(alignment=16), target.warp_size)
             for variant in chosen.values() if isinstance(chosen, dict) else [chosen]:
                 kernel = launches.really_compiled(variant, target)
                 assert target in AMD or not re.findall(NOT_EXACT, kernel.asm["ptx"]), variant
@@ -992,8 +984,7 @@ def test_a_ptxas_that_fuses_pairs_is_given_none(monkeypatch, tmp_path, arch):
     old = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     monkeypatch.setenv("TRITON_PTXAS_BLACKWELL_PATH", str(old))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kind = GateKind(None, F32, F32, F32, None, "silu", None, 4096, 16)
-    code = Code(triton_gpu.gate_variant(kind, 32), arch)
+    code = Code(triton_gpu.gate_variant(gate(F32, "silu"), 32), arch)
     assert b"release 12.9, V" in code.machine_code
     assert "mul.rn.f32" in code.ptx
     assert "f32x2" not in code.ptx

@@ -14,6 +14,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import kernel_kinds
 import pytest
 import torch
 from kernel_kinds import log_probabilities
@@ -22,13 +23,6 @@ from surroundings import printed_by
 import fusednorm
 from fusednorm import Quantization, quantizations
 from fusednorm.backends import cpu
-from fusednorm.backends.kernel_keys import (
-    BackwardKind,
-    ForwardKind,
-    GateKind,
-    GateOfNorm,
-    QuantizerKind,
-)
 from fusednorm.backends.triton import cpu as triton_cpu
 from fusednorm.backends.triton import cpu_compiler as triton_cpu_host
 from fusednorm.backends.triton import host as triton_host
@@ -38,7 +32,6 @@ from fusednorm.calls.call import (
     Call,
     Flags,
     Forward,
-    GateSteps,
     Quantize,
     operation_of,
 )
@@ -67,9 +60,9 @@ real = pytest.mark.skipif(
 LIB = triton_cpu_host._lib
 
 
-def forward_variant(*kind):
-    """The kernel for a kind of call whose rows begin anywhere."""
-    return triton_cpu.forward_variant(ForwardKind(*kind, 1))
+def forward_variant(x, residual, size, **changes):
+    """The kernel for a norm whose rows begin anywhere."""
+    return triton_cpu.forward_variant(kernel_kinds.norm(x, residual, size, 1, **changes))
 
 
 POINTER, LONG, WORD = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
@@ -328,29 +321,29 @@ def test_more_programs_than_triton_counts_are_refused():
         program(packed([4] * 6, [0] * 4, 2**31, 8), 2**31)
 
 
-def backward_kind(*kind):
-    return BackwardKind(*kind, 1)
-
-
-def quantizer_variant(x, residual, quantization, normalises=True, around=None):
+def quantizer_variant(x, residual, quantization, normalises=True, **changes):
     """The kernel of a quantizer, after a norm or alone, whose rows are stored too."""
-    quantizer = QuantizerKind(quantization, normalises, normalises)
-    norm = (residual, residual, x, residual) if normalises else (None, None, x, None)
-    kind = ForwardKind(x, *norm, 1000, True, False, False, True, 1, True, around=around, quantizer=quantizer)
-    return triton_cpu.forward_variant(kind)
+    changes |= {"keeps": True, "weight": residual, "two_levels": True}
+    kind = kernel_kinds.quantized(kernel_kinds.norm(x, residual, 1000, 1, **changes), quantization)
+    return triton_cpu.quantizer_variant(kind.changed(keeps=True) if normalises else kernel_kinds.alone(kind))
 
 
-def gate_variant(y, z, activation="silu", between=None, gradients=False, **more):
+def gate_variant(y, z, activation="silu", backward=False, **changes):
     """The kernel of a gate, or of its gradients."""
-    d, dz = (y, z) if gradients else (None, None)
-    return triton_cpu.gate_variant(GateKind(d, y, z, y, dz, activation, between, 1000, 1, True, **more))
+    kind = kernel_kinds.gate(y, activation, alignment=1, size=1000, z=z, two_levels=True, **changes)
+    return triton_cpu.gate_variant(kernel_kinds.gradients(kind) if backward else kind)
+
+
+def backward_variants(x, residual, size, **changes):
+    """The kernels of a norm's gradients."""
+    return triton_cpu.backward_variants(kernel_kinds.norm_backward(x, residual, size, 1, **changes)).values()
 
 
 def log_prob_variants(logits):
     """The kernels of log-probabilities, and of their gradients."""
     for kind in log_probabilities(logits, 1000, 1):
         selects = kind.ids is not None
-        kind = kind._replace(temperature=logits if selects else None, capped=selects, two_levels=True)
+        kind = kind.changed(temperature=logits if selects else None, softcap=selects, two_levels=True)
         yield triton_cpu.log_prob_variant(kind)
 
 
@@ -378,15 +371,15 @@ ARGUMENTS = {
 @pytest.mark.parametrize(
     "variant",
     [
-        forward_variant(BF16, None, None, BF16, None, 64, True, False, False, False),
-        forward_variant(F64, F64, F64, F64, F64, 64, True, False, True, False),
+        forward_variant(BF16, None, 64, weight=None),
+        forward_variant(F64, F64, 64, rstd=True),
         quantizer_variant(BF16, F32, quantizations.VLLM_FP8_BLOCK_FUSED),
         quantizer_variant(F64, F64, quantizations.VLLM_INT8_TOKEN_AZP_CPU, normalises=False),
         gate_variant(BF16, F32),
-        gate_variant(F64, F64, gradients=True),
-        gate_variant(BF16, BF16, steps=GateSteps(7.0), interleaved=True),
-        gate_variant(BF16, F32, gradients=True, steps=GateSteps(7.0, 1.702, 1.0)),
-        *triton_cpu.backward_variants(backward_kind(*[F32] * 8, 64, False)).values(),
+        gate_variant(F64, F64, backward=True),
+        gate_variant(BF16, BF16, limit=7.0, interleaved=True),
+        gate_variant(BF16, F32, backward=True, limit=7.0, alpha=1.702, up_offset=1.0),
+        *backward_variants(F32, F32, 64, dresidual=F32),
         *log_prob_variants(F64),
     ],
     ids=lambda variant: variant.function.__name__,
@@ -424,12 +417,12 @@ def test_a_kernel_that_takes_something_else_is_refused(definition):
 def test_no_access_has_a_mask():
     """A mask is a branch for each element where the processor has no masked access: AVX2 in 16 bits, NEON at all."""
     variants = [
-        forward_variant(BF16, BF16, BF16, BF16, BF16, 64, True, False, True, True),
-        forward_variant(BF16, BF16, BF16, BF16, BF16, 64, False, True, True, True),
-        *triton_cpu.backward_variants(backward_kind(*[F16] * 7, F32, 64, True)).values(),
+        forward_variant(BF16, BF16, 64, rstd=True, weight_offset=True),
+        forward_variant(BF16, BF16, 64, rstd=True, weight_offset=True, round_sum=False, round_norm=True),
+        *backward_variants(F16, F16, 64, dresidual=F16, weight_offset=True),
         quantizer_variant(BF16, BF16, quantizations.VLLM_FP8_TOKEN),
-        gate_variant(BF16, BF16, gradients=True),
-        gate_variant(BF16, BF16, gradients=True, steps=GateSteps(7.0), interleaved=True),
+        gate_variant(BF16, BF16, backward=True),
+        gate_variant(BF16, BF16, backward=True, limit=7.0, interleaved=True),
         *log_prob_variants(BF16),
     ]
     for variant in variants:
@@ -446,12 +439,13 @@ def test_no_access_has_a_mask():
 
 def test_a_function_alone_reads_its_rows_only():
     """An operand that is absent is a null pointer, which no kernel may read."""
-    for d, z, dz in ((None, BF16, None), (F32, BF16, F32)):
+    for backward in (False, True):
         reads = []
         for y in (None, F32):
-            kind = GateKind(d, y, z, None if d else F32, dz, "silu", None, 1000, 1)
+            kind = kernel_kinds.gate(F32, "silu", alignment=1, size=1000, y=y, z=BF16)
+            kind = kernel_kinds.gradients(kind, dy=None, dz=F32) if backward else kind
             reads.append(len(re.findall(r"tt\.call @\S*got", front_end(triton_cpu.gate_variant(kind)))))
-        assert reads == ([2, 4] if d is None else [4, 6])  # whole tiles, and a row's end
+        assert reads == ([4, 6] if backward else [2, 4])  # whole tiles, and a row's end
 
 
 def front_end(variant):
@@ -475,16 +469,15 @@ def front_end(variant):
 
 
 def test_kinds_of_calls_that_need_the_same_code_share_it():
-    def identity(dtype, size, rstd, offset, round_sum, round_norm, residual_out=None):
-        kind = (*[dtype] * 4, residual_out or dtype, size, round_sum, round_norm, rstd, offset)
-        return forward_variant(*kind).identity()
+    def identity(dtype, size, **changes):
+        return forward_variant(dtype, dtype, size, **changes).identity()
 
-    one = identity(BF16, 1000, False, False, True, False)
-    assert identity(BF16, 65536, True, True, True, False) == one
-    assert identity(BF16, 65537, False, False, True, False) != one
-    assert identity(BF16, 1000, False, False, False, False) != one
-    assert identity(BF16, 1000, False, False, True, False, F32) != one
-    assert identity(F32, 1, False, False, False, True) == identity(F32, 1, False, False, True, False)
+    one = identity(BF16, 1000)
+    assert identity(BF16, 65536, rstd=True, weight_offset=True) == one
+    assert identity(BF16, 65537) != one
+    assert identity(BF16, 1000, round_sum=False) != one
+    assert identity(BF16, 1000, residual_out=F32) != one
+    assert identity(F32, 1, round_sum=False, round_norm=True) == identity(F32, 1)
     assert len({variant.identity() for variant in triton_cpu.commonest()}) == 6
 
 
@@ -765,23 +758,20 @@ MIXED = [(BF16, BF16), (F16, F16), (F32, F32), (BF16, F32), (F64, F64)]
 
 
 def real_variants(x, residual):
-    accumulator = F64 if x == F64 else F32
-    yield forward_variant(x, residual, residual, x, residual, 1000, True, False, True, True)
-    yield forward_variant(x, None, residual, x, None, 1000, True, True, False, False)
-    numbers, around = (1000, True, False, False, True, 1), AroundNorm(residual, True, True)
-    yield triton_cpu.forward_variant(ForwardKind(x, residual, residual, x, residual, *numbers, around=around))
-    kind = backward_kind(x, residual, residual, residual, x, residual, residual, accumulator, 1000, True)
-    yield from triton_cpu.backward_variants(kind).values()
+    around = {"bias": residual, "of_heads": True, "scaled": True}
+    yield forward_variant(x, residual, 1000, weight=residual, rstd=True, weight_offset=True)
+    yield forward_variant(x, None, 1000, weight=residual, round_norm=True)
+    yield forward_variant(x, residual, 1000, weight=residual, rstd=True, **around)
+    yield from backward_variants(x, residual, 1000, weight=residual, dresidual=residual, weight_offset=True)
     for quantization in (quantizations.VLLM_FP8_BLOCK_FUSED, quantizations.VLLM_INT8_TOKEN_AZP_UNFUSED):
-        yield quantizer_variant(x, residual, quantization, around=AroundNorm(residual, True, True))
+        yield quantizer_variant(x, residual, quantization, **around)
         yield quantizer_variant(x, None, quantization, normalises=False)
     for activation in ("silu", "gelu_tanh"):
-        yield gate_variant(x, residual, activation, residual)
-        yield gate_variant(x, residual, activation, residual, gradients=True)
+        yield gate_variant(x, residual, activation, between=residual)
+        yield gate_variant(x, residual, activation, backward=True, between=residual)
         for between in (x, None):
-            gate = GateOfNorm(activation, residual, between)
-            kind = ForwardKind(x, None, residual, x, None, *numbers, around=AroundNorm(None, True, False), gate=gate)
-            yield triton_cpu.forward_variant(kind)
+            gated = {"activation": activation, "z": residual, "between": between, "of_heads": True}
+            yield forward_variant(x, None, 1000, weight=residual, rstd=True, **gated)
     yield from log_prob_variants(x)
 
 
