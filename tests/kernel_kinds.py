@@ -1,5 +1,6 @@
 """Kinds of calls for tests that compile kernels: everything but the residual has one dtype, if nothing else is said."""
 
+import pytest
 import torch
 
 from fusednorm.backends.kernel_keys import LOG_PROBABILITIES, Kind, kind_of_norm
@@ -11,6 +12,19 @@ F32, F64, INT8 = torch.float32, torch.float64, torch.int8
 def on(kinds):
     """Pairs of a compute capability and a kind of call, of lists of kinds by compute capability."""
     return [(capability, kind) for capability, of_capability in kinds.items() for kind in of_capability]
+
+
+def of_each_gpu(cases):
+    """Parameters of a test whose first one is a GPU: all of compute capability 9.0, and of each other GPU the first.
+
+    The others are run before a release: their machine code tells of speed, and the bits of three GPUs are executed.
+    """
+    found, seen = [], {90}
+    for capability, *rest in cases:
+        marks = [pytest.mark.release] * (capability != 90 and capability in seen)
+        found.append(pytest.param(capability, *rest, marks=marks))
+        seen.add(capability)
+    return found
 
 
 def named(of):

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import kernel_kinds
 import pytest
 import torch
-from kernel_kinds import alone, log_probability, named, norm_backward, on, quantized
+from kernel_kinds import alone, log_probability, named, norm_backward, of_each_gpu, on, quantized
 from surroundings import printed_by
 
 import fusednorm
@@ -46,17 +46,11 @@ compiles = pytest.mark.skipif(
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 TYPES = ((BF16, BF16), (F32, F32), (BF16, F32))
 KERNELS = (
-    *((BF16, BF16, size) for size in (128, 4096, 7168, 65536)),
+    *((BF16, BF16, size) for size in (4096, 128, 7168, 65536)),
     *((F32, F32, size) for size in (128, 16384)),
     (BF16, F32, 4096),
 )
-# The code differs most between the oldest GPUs, those with clusters, and those with accesses of 32 bytes.
-MACHINE_CODE = [
-    (capability, *kernel)
-    for capability in ARCHITECTURES
-    for kernel in KERNELS
-    if capability in (75, 90, 100) or kernel in ((BF16, BF16, 4096), (F32, F32, 16384)) or cases.EVERYTHING
-]
+MACHINE_CODE = [(capability, *kernel) for capability in ARCHITECTURES for kernel in KERNELS]
 
 
 norm = partial(kernel_kinds.norm, alignment=32)
@@ -112,7 +106,7 @@ def exact_ptx(variant, capability):
 
 
 @compiles
-@pytest.mark.parametrize(("capability", "x", "residual", "size"), MACHINE_CODE, ids=named)
+@pytest.mark.parametrize(("capability", "x", "residual", "size"), of_each_gpu(MACHINE_CODE), ids=named)
 def test_machine_code(tmp_path, capability, x, residual, size):
     """Accesses of 16 bytes (32 from sm_100 on) to whole sectors, and nothing spilled."""
     for name, variant in variants(x, residual, size, 32, capability).items():
@@ -186,7 +180,7 @@ def norms_with_more():
 
 
 @compiles
-@pytest.mark.parametrize(("capability", "kind"), [*norms_with_more()], ids=named)
+@pytest.mark.parametrize(("capability", "kind"), of_each_gpu(norms_with_more()), ids=named)
 def test_machine_code_of_a_norm_with_more(tmp_path, capability, kind):
     """Nothing spilled, and each operand is read once, where a row fits the registers."""
     variant = cuda_kernels.forward_variant(kind, capability)
@@ -282,7 +276,12 @@ def test_machine_code_of_a_rotation(tmp_path, capability, kind):
 @pytest.mark.parametrize("name", ["log_softmax", "selected_and_entropy"])  # whose kernels have the others' steps
 @pytest.mark.parametrize(
     ("capability", "dtype", "size"),
-    [(75, BF16, 151_936), (90, F32, 151_936), (90, F64, 32_000), (100, BF16, 128_256)],
+    [
+        pytest.param(75, BF16, 151_936, marks=pytest.mark.release),
+        (90, F32, 151_936),
+        pytest.param(90, F64, 32_000, marks=pytest.mark.release),
+        (100, BF16, 128_256),
+    ],
     ids=named,
 )
 def test_machine_code_of_log_probabilities(tmp_path, capability, dtype, size, name):
@@ -347,7 +346,7 @@ def test_machine_code_of_a_gate(tmp_path, capability, kind, backward):
 
 
 @compiles
-@pytest.mark.parametrize("capability", ARCHITECTURES if cases.EVERYTHING else (75, 90, 100), ids="sm_{}".format)
+@pytest.mark.parametrize("capability", [90, *(pytest.param(one, marks=pytest.mark.release) for one in (75, 100))])
 def test_rows_that_begin_anywhere(tmp_path, capability):
     rows = [(*types, 16384) for types in TYPES]
     if capability == 90:

@@ -136,9 +136,6 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-every = pytest.mark.parametrize("name", EVERY)
-
-
 def leaves_of(name):
     """The operands that have gradients: none where the function writes to operands, or makes 8-bit numbers."""
     operands = halves(tensors(made(name)))
@@ -185,7 +182,11 @@ def test_what_is_rounded_is_an_operator(name, operators):
     assert {f"fusednorm.{operator}" for operator in operators} <= seen
 
 
-@every
+#: More calls of the same functions, which the test above compiles too, are compiled so before a release alone.
+ONE_GRAPH = [pytest.param(name, marks=pytest.mark.release) if name in MORE else name for name in EVERY]
+
+
+@pytest.mark.parametrize("name", ONE_GRAPH)
 def test_one_graph_for_all_shapes(name):
     """Whatever the length of rows (modules have one), and their number, which the compiler does not know.
 
