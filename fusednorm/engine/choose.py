@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar, copy_context
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
@@ -29,19 +27,15 @@ from fusednorm.calls.process import BackendError, BackendInfo
 from fusednorm.declare import written
 from fusednorm.engine.backend import Backend
 from fusednorm.engine.checked_backend import FirstCalls, raised_by
+from fusednorm.engine.requested import ENVIRONMENT, request, set_request
 from fusednorm.engine.substitutes import Composition, Meanwhile
 
 #: Third-party packages name their backends in this entry-point group.
 ENTRY_POINTS = "fusednorm.backends"
 
-#: The user's request for the whole process: read once.
-ENVIRONMENT = os.environ.get("FUSEDNORM_BACKEND", "").strip()
-
-
 _REQUIRED = ("DEVICES", "unavailable", "unsuitable", "plan", "forward", "backward")
 
 _registered: dict[str, Backend] = {}
-_request: ContextVar[str] = ContextVar("fusednorm.use_backend", default=ENVIRONMENT)
 #: The requests to which the blocks that a thread or task is in will return, the outermost first.
 _before: ContextVar[tuple[str, ...]] = ContextVar("fusednorm.use_backend.before", default=())
 #: One of them serves the calls of an operation.
@@ -49,10 +43,6 @@ Chosen = Backend | FirstCalls | Composition | Meanwhile
 
 #: By the request and the operation; with a step too, which the backend takes in the same call, or else None.
 _selected: dict[tuple[str, Operation] | tuple[str, Operation, Step], Chosen | None] = {}
-
-#: The request in force.
-request = _request.get
-fast_path.follow(request)
 
 
 def register_backend(name: str, backend: Backend) -> None:
@@ -307,32 +297,6 @@ def serving(operation: RMSNorm, step: Step, select_rows: Callable[[RMSNorm], Cho
         return _selected.setdefault(key, backend if explanation.takes(step) else None)
 
 
-def request_of_backward() -> str:
-    """The request in force where the backward pass was started.
-
-    For a GPU autograd runs the pass in a thread of its own, where no ``use_backend`` is in force; torch leaves the
-    context of the thread that started it there.
-    """
-    here = copy_context()
-    if _request in here:
-        return here[_request]
-    context = torch._C._get_obj_in_tls("context") if torch._C._is_key_in_tls("context") else here
-    return cast(str, context.get(_request, ENVIRONMENT))
-
-
-@contextmanager
-def with_request(requested: str) -> Iterator[None]:
-    """Has a request of before in force for a block, as a backward pass has that of its forward pass."""
-    if requested == request():
-        yield
-        return
-    token = _request.set(requested)
-    try:
-        yield
-    finally:
-        _request.reset(token)
-
-
 class use_backend:  # noqa: N801 - reads as a statement: `with use_backend("cpu"):`
     """Requests a backend, or several, for a block of code: ``with use_backend("cpu"):``.
 
@@ -362,11 +326,11 @@ class use_backend:  # noqa: N801 - reads as a statement: `with use_backend("cpu"
     # An instance holds nothing of a block: it may be entered again within itself, and by several threads at once.
     def __enter__(self) -> None:
         _before.set((*_before.get(), request()))
-        _request.set(self._names)
+        set_request(self._names)
 
     def __exit__(self, *_: object) -> None:
         *outer, before = _before.get()
-        _request.set(before)
+        set_request(before)
         _before.set(tuple(outer))
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusednorm.backends.kernel_keys import blocks_of, scratch_size
 from fusednorm.calls import fast_path as path
-from fusednorm.engine.choose import request
+from fusednorm.engine.requested import request
 
 if TYPE_CHECKING:
     from fusednorm.engine.choose import Chosen, Explanation

@@ -18,7 +18,7 @@ from fusednorm.calls.forward_mode import outer_levels, primals
 from fusednorm.declare.declaration import WHOLE, Declaration, Role
 from fusednorm.declare.plan import Flags, New, Operands, Plan
 from fusednorm.engine import run as engine
-from fusednorm.engine.choose import request, with_request
+from fusednorm.engine.requested import request, with_request
 from fusednorm.engine.run import as_new
 from fusednorm.torch_ops import dtensor_bridge
 from fusednorm.torch_ops.registered import register

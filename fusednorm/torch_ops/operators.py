@@ -25,7 +25,7 @@ from fusednorm.calls.checks import (
 from fusednorm.calls.quantization import Quantization, computed_by, groups_of, scales_of
 from fusednorm.calls.scalars import number
 from fusednorm.engine import run_norms
-from fusednorm.engine.choose import request_of_backward, with_request
+from fusednorm.engine.requested import request_of_backward, with_request
 from fusednorm.engine.run import as_new
 from fusednorm.reference import quantizer
 from fusednorm.torch_ops import dtensors as _dtensors  # noqa: F401 - finds what DTensors need

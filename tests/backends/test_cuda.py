@@ -32,7 +32,7 @@ from fusednorm.calls.call import Flags, Forward, GateSteps, RMSNorm, operation_o
 from fusednorm.conformance import cases
 from fusednorm.conformance.cases import BF16, F16, F32, F64, Case, operands
 from fusednorm.conformance.test_int8_linear import tensors
-from fusednorm.engine import choose
+from fusednorm.engine import choose, requested
 from fusednorm.engine import run_norms as front_end
 from fusednorm.tools import doctor
 
@@ -977,11 +977,11 @@ def test_a_driver_or_compiler_that_cannot_be_used(machine, monkeypatch, part, fu
     (found,) = cuda.unavailable()
     assert re.search(reason, found)
     bf16 = operation("cuda")
-    token = choose._request.set("")
+    token = requested._request.set("")
     try:
         assert choose.choose(bf16).passed_over["cuda"] == [found]
     finally:
-        choose._request.reset(token)
+        requested._request.reset(token)
     with fusednorm.use_backend("cuda"), pytest.raises(fusednorm.BackendError, match=re.escape(found)):
         choose.choose(bf16)
 

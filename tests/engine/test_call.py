@@ -29,7 +29,7 @@ from fusednorm.conformance.cases import (
     expected,
     operands,
 )
-from fusednorm.engine import choose
+from fusednorm.engine import choose, requested
 from fusednorm.reference import norm as reference
 
 from fast_calls import close_fast_path
@@ -183,12 +183,12 @@ def test_dtypes_that_do_not_fit(function, message, opened, monkeypatch):
 )
 def test_explain_says_how_many_kernels(residual, stored, round_sum, words):
     x = X.bfloat16()
-    for requested in ("", "cpu"):
-        token = choose._request.set(requested)
+    for names in ("", "cpu"):
+        token = requested._request.set(names)
         try:
             explanation = fusednorm.explain(x, X.to(residual), round_sum=round_sum, residual_dtype=stored)
         finally:
-            choose._request.reset(token)
+            requested._request.reset(token)
         assert explanation.backend == "cpu"
         assert explanation.composed
         assert explanation.plan.startswith(words)

@@ -19,7 +19,7 @@ import fusednorm
 from fusednorm import BackendError
 from fusednorm.backends import cpu
 from fusednorm.calls.call import RMSNorm
-from fusednorm.engine import checked_backend, choose
+from fusednorm.engine import checked_backend, choose, requested
 from fusednorm.reference import norm as reference
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
@@ -30,9 +30,9 @@ def _own_registry(monkeypatch):
     """Each test registers and chooses for itself, in an environment that requests nothing."""
     monkeypatch.setattr(choose, "_registered", {})
     monkeypatch.setattr(choose, "_selected", {})
-    token = choose._request.set("")
+    token = requested._request.set("")
     yield
-    choose._request.reset(token)
+    requested._request.reset(token)
 
 
 def backend(**changes):
@@ -458,18 +458,18 @@ def test_registering():
 
 def test_a_request_holds_in_its_own_thread_only():
     seen = []
-    other = "cpu" if choose.ENVIRONMENT == "reference" else "reference"
+    other = "cpu" if requested.ENVIRONMENT == "reference" else "reference"
     with fusednorm.use_backend(other):
         assert fusednorm.explain(X).backend == other
         thread = threading.Thread(target=lambda: seen.append(fusednorm.explain(X).backend))
         thread.start()
         thread.join()
     inherited = getattr(sys.flags, "thread_inherit_context", 0)  # on free-threaded Python, from 3.14 on
-    assert seen == [other if inherited else choose.ENVIRONMENT.split(",")[0] or "cpu"]
+    assert seen == [other if inherited else requested.ENVIRONMENT.split(",")[0] or "cpu"]
 
 
 def test_one_request_in_two_threads_at_once():
-    request, before, failed = fusednorm.use_backend("reference"), choose.request(), []
+    request, before, failed = fusednorm.use_backend("reference"), requested.request(), []
     entered, left = threading.Event(), threading.Event()
 
     def within():
@@ -477,8 +477,8 @@ def test_one_request_in_two_threads_at_once():
             with request:
                 entered.set()
                 left.wait(60)
-                assert choose.request() == "reference"
-            assert choose.request() == choose.ENVIRONMENT
+                assert requested.request() == "reference"
+            assert requested.request() == requested.ENVIRONMENT
         except (AssertionError, ValueError) as error:
             failed.append(error)
 
@@ -488,7 +488,7 @@ def test_one_request_in_two_threads_at_once():
         entered.wait(60)
     left.set()
     thread.join()
-    assert choose.request() == before
+    assert requested.request() == before
     assert not failed
 
 

@@ -24,7 +24,7 @@ from fusednorm.backends.triton import cpu as triton_cpu
 from fusednorm.backends.triton import gpu as triton_gpu
 from fusednorm.backends.triton import host as triton_host
 from fusednorm.calls import must_be_seen
-from fusednorm.engine import choose
+from fusednorm.engine import requested
 from fusednorm.tools import check
 from fusednorm.tools.measure import clock, compare
 
@@ -146,9 +146,9 @@ def test_triton_interpret_is_read_as_triton_reads_it(monkeypatch, value):
 
 @pytest.fixture
 def no_request():
-    token = choose._request.set("")
+    token = requested._request.set("")
     yield
-    choose._request.reset(token)
+    requested._request.reset(token)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from rich.console import Console
 from torch.overrides import TorchFunctionMode
 
 import fusednorm
-from fusednorm.engine import choose
+from fusednorm.engine import requested
 from fusednorm.operations.listed import every
 from fusednorm.tools import cli
 from fusednorm.tools.cli import OPS, UnusableError
@@ -362,7 +362,7 @@ def test_each_contender_is_timed_with_its_backend():
     seen = set()
 
     def calling(name):
-        return lambda: seen.add((name, choose.request()))
+        return lambda: seen.add((name, requested.request()))
 
     names = ("cpu", "reference")
     clock.Clock(CPU).timed([clock.Run(clock.Contender(n, None, 0, backend=n), calling(n), [()]) for n in names])

@@ -17,7 +17,7 @@ import fusednorm
 from fusednorm.__main__ import main
 from fusednorm.backends import reference
 from fusednorm.calls import fast_path
-from fusednorm.engine import choose
+from fusednorm.engine import choose, requested
 from fusednorm.operations.listed import every
 from fusednorm.tools import check, cli, commands, doctor
 from fusednorm.tools.measure import bench, clock, compare, peers, workloads
@@ -244,7 +244,7 @@ def test_check_proves_every_operation(monkeypatch):
 def test_check_finds_one_wrong_bit_of_an_operation(one_shape, monkeypatch, where):
     def wrong(y, z, activation):
         x, y = y, fusednorm.gate(y, z, activation=activation)
-        if choose.request() == "cpu":
+        if requested.request() == "cpu":
             with torch.no_grad():
                 y.view(torch.int16)[-1, -1] ^= where == "outputs"
             if y.requires_grad and where == "gradients":
