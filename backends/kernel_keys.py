@@ -218,7 +218,7 @@ def _of_norm_gated(call: Call) -> Kind:
 
 def _of_call(call: Call) -> Kind:
     """The kind of any other operation: its operands and its flags, by the names of the call."""
-    if call.name == "norm_gated":
+    if call.name == "norm_gated" and not call.backward:
         return _of_norm_gated(call)
     name, flags = call.name, [(flag, bool(value) if flag in _GIVEN else value) for flag, value in call.flags.items()]
     absent: Container[str] = ()  # a call has them, and no kernel reads them

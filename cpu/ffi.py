@@ -31,6 +31,8 @@ ffibuilder.cdef("""
     void fn_run_gate(const void *packed); /* a `struct fn_gate` */
     int fn_run_rotation(const void *packed); /* a `struct fn_rotation` */
     int fn_run_declared(const void *packed); /* a `struct fn_declared` or a `struct fn_attention` */
+    int fn_run_if_checked(const void *call);
+    void fn_note_checked(const void *packed);
     int fn_run_triton(uintptr_t kernel, const void *call, int64_t programs);
     #define FN_PARALLEL_ELEMENTS ...
     #define FN_PRODUCT_OF_A_CALL ...

@@ -15,7 +15,10 @@ warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
 PREFIX = "FUSEDNORM_"
 
 #: Variables for users.
-VARIABLES = ("FUSEDNORM_BACKEND", "FUSEDNORM_CACHE_DIR", "FUSEDNORM_CPU_ISA", "FUSEDNORM_PREWARM", "FUSEDNORM_VLLM")
+VARIABLES = (
+    *("FUSEDNORM_BACKEND", "FUSEDNORM_CACHE_DIR", "FUSEDNORM_CPU_ISA"),
+    *("FUSEDNORM_PREWARM", "FUSEDNORM_SELF_CHECK", "FUSEDNORM_VLLM"),
+)
 
 #: Variables of the repository's tests.
 OF_TESTS = ("FUSEDNORM_DEBIAN_MIRROR", "FUSEDNORM_EMULATED_SM")

@@ -44,6 +44,10 @@ void fn_use_isa(int isa);
 typedef int fn_run_fn(const struct fn_call *call);
 fn_run_fn fn_run;
 
+/* checked.c: runs calls of kinds that were noted, as fn_run does; returns 1 for others, of which nothing is written. */
+fn_run_fn fn_run_if_checked;
+void fn_note_checked(const void *packed); /* a `struct fn_call` */
+
 /* Normalises and rotates heads, as a `struct fn_rotation` says, under the same conditions; returns as fn_run does. */
 int fn_run_rotation(const void *packed);
 

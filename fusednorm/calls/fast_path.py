@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from fusednorm.calls import memory, must_be_seen
+from fusednorm.calls import memory, must_be_seen, self_check
 from fusednorm.calls.c_enums import GateOrder
 from fusednorm.calls.call import FLOATS, Flags
 
@@ -153,6 +153,9 @@ devices_of: dict[str, int] = {}
 #: The bits of devices; ``triton_cpu`` is the CPU where Triton's kernels are to run.
 DEVICES = {"triton_cpu": 1, "cpu": 1 << CPU, "cuda": 1 << CUDA}
 
+#: The devices for which it stays closed: a kernel there has returned other bits than the reference.
+CLOSED: set[str] = set()
+
 #: Arguments of C for which some functions have none.
 _CONSTANTS: dict[str, Any] = {
     "ask": True,  # whether a listener may have to see the call
@@ -228,9 +231,20 @@ def follow(request: Callable[[], str]) -> None:
         _fast_path.follow(request, devices_of)
 
 
+def close(device: str | None) -> None:
+    """Closes it for tensors on such a device, for good: each call is Python's to make."""
+    if device is not None:
+        CLOSED.add(device)
+        for requested in devices_of:
+            devices_of[requested] &= ~DEVICES[device]
+
+
 def open_cpu() -> str | None:
-    """Lets CPU tensors through to the C library; returns their type of device, None if there is no fast path."""
-    address = _address("fn_run")
+    """Lets CPU tensors through to the C library; returns their type of device, None if there is no fast path.
+
+    Where the library must prove itself, it refuses calls of kinds that it has not been seen to make right.
+    """
+    address = _address("fn_run_if_checked" if self_check.wanted("cpu") else "fn_run")
     if address is None:
         return None
     _fast_path.open_cpu(address)

@@ -66,6 +66,10 @@ class Made(NamedTuple):
     dtype: Callable[[Mapping[str, Any], Flags], torch.dtype]
 
 
+#: A plan for each name of calls: that of the first operation which has it.
+OF_CALLS: dict[str, Plan] = {}
+
+
 class Plan:
     """A declaration, compiled."""
 
@@ -107,6 +111,7 @@ class Plan:
         if (kernel := declaration.kernel) is not None:
             name, feature = kernel.name or declaration.name, kernel.feature or declaration.name
             self.kernel = kernel._replace(name=name, feature=feature)
+            OF_CALLS.setdefault(name, self)
             self._steps = Step(feature), Step(f"{feature}_backward")
         self._dtypes = {result.dtype for result in declaration.results if result.dtype is not None}
         known = {*self._dtypes, *(kernel.known if kernel else ())}

@@ -21,13 +21,15 @@ import torch
 
 import fusednorm.backends
 from fusednorm.backends import MODULES, NAMES
-from fusednorm.calls import fast_path
-from fusednorm.calls.call import KindOfCall, Operation, RMSNorm, Step
+from fusednorm.calls import fast_path, self_check
+from fusednorm.calls.call import AnyCall, Call, KindOfCall, Operation, Quantize, RMSNorm, Step
 from fusednorm.calls.process import BackendError, BackendInfo
 from fusednorm.declare import written
+from fusednorm.declare.plan import OF_CALLS
 from fusednorm.engine.backend import Backend
 from fusednorm.engine.checked_backend import FirstCalls, raised_by
 from fusednorm.engine.requested import ENVIRONMENT, request, set_request
+from fusednorm.engine.self_check import SelfChecked
 from fusednorm.engine.substitutes import Composition, Meanwhile
 
 #: Third-party packages name their backends in this entry-point group.
@@ -39,7 +41,10 @@ _registered: dict[str, Backend] = {}
 #: The requests to which the blocks that a thread or task is in will return, the outermost first.
 _before: ContextVar[tuple[str, ...]] = ContextVar("fusednorm.use_backend.before", default=())
 #: One of them serves the calls of an operation.
-Chosen = Backend | FirstCalls | Composition | Meanwhile
+Chosen = Backend | FirstCalls | Composition | Meanwhile | SelfChecked
+
+#: The operations of which a backend returned other bits than the reference, by the backend's name and theirs.
+_wrong: set[tuple[str, str]] = set()
 
 #: By the request and the operation; with a step too, which the backend takes in the same call, or else None.
 _selected: dict[tuple[str, Operation] | tuple[str, Operation, Step], Chosen | None] = {}
@@ -184,9 +189,26 @@ def _unknown(name: str, operation: Operation) -> list[str]:
     return []
 
 
+def _found_wrong(name: str, operation: Operation) -> list[str]:
+    """That a backend's self-check found other bits than the reference's; empty if it did not."""
+    step = "norm" if operation.step is None else operation.step.name
+    return ["its self-check found other bits than the reference's"] if (name, step) in _wrong else []
+
+
+def _refuse(name: str, call: AnyCall) -> None:
+    """Has calls like one whose bits were wrong go to other backends from now on, in all threads."""
+    backward = isinstance(call, Call) and call.backward
+    of_call = call.name if isinstance(call, Call) else "quantize" if isinstance(call, Quantize) else "norm"
+    if isinstance(call, Call) and (plan := OF_CALLS.get(call.name)) is not None and plan.kernel is not None:
+        of_call = plan.kernel.feature
+    _wrong.add((name, f"{of_call}_backward" if backward else of_call))
+    _selected.clear()
+    fast_path.close(getattr(load(name), "fast_path", None))
+
+
 def _refusal(name: str, operation: Operation) -> list[str]:
     """Why a backend cannot take a call; empty if it can."""
-    refused = _unusable(name, operation.device) or _unknown(name, operation)
+    refused = _unusable(name, operation.device) or _unknown(name, operation) or _found_wrong(name, operation)
     return refused or _reasons(name, "unsuitable", operation)
 
 
@@ -243,7 +265,7 @@ def _of_kind(kind: KindOfCall, requested: str, passed_over: dict[str, list[str]]
     """
     by_formula: Explanation | None = None
     for name in _candidates(requested):
-        reasons = _unusable(name, kind.device)
+        reasons = _unusable(name, kind.device) or _found_wrong(name, kind)
         if not reasons:
             unknown = bool(_unknown(name, kind))
             reasons = [] if unknown else _reasons(name, "unsuitable", kind)
@@ -272,16 +294,23 @@ def select(operation: Operation) -> tuple[Chosen | None, Explanation]:
     """
     explanation = choose(operation)
     name = explanation.backend
-    backend: Any = load(name)
+    backend: Any = _proving_itself(name)
     if name not in NAMES:
         backend = FirstCalls(name, backend)
-    elif (other := getattr(backend, "MEANWHILE", None)) is not None:
-        backend = Meanwhile(backend, load(other), partial(_takes, other))
+    elif (other := getattr(load(name), "MEANWHILE", None)) is not None:
+        backend = Meanwhile(backend, _proving_itself(other), partial(_takes, other))
     chosen: Chosen | None = Composition(backend, explanation.parts) if explanation.parts else backend
     if explanation.by_formula:
         chosen = None
     _selected[explanation.request, operation] = chosen
     return chosen, explanation
+
+
+def _proving_itself(name: str) -> Any:
+    """A backend, which is compared with the reference first where no test of ours has run."""
+    if name not in NAMES or not self_check.wanted(name):
+        return load(name)
+    return SelfChecked(name, load(name), _refuse)
 
 
 def serving(operation: RMSNorm, step: Step, select_rows: Callable[[RMSNorm], Chosen]) -> Chosen | None:
@@ -383,7 +412,7 @@ class Explanation:
         if self.request or self.backend != "reference":
             return
         meant = [name for name in self.passed_over if device in _devices(name)]
-        if meant:
+        if meant and not _found_wrong(meant[0], self.operation):  # of which the user was told
             warnings.warn(
                 f"fusednorm runs on {device} through its reference, which is slow, because the backend {meant[0]!r} "
                 f"cannot be used: {'; '.join(self.passed_over[meant[0]])}",
@@ -393,6 +422,8 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [f"{self.backend}: {self.plan}", f"  for {self.operation}"]
+        if self.backend in NAMES and self_check.wanted(self.backend):
+            lines.append("  no test of ours has run here: the first call of each kind is compared with the reference")
         lines += [f"  with gradients, torch's operations {step}" for step in self.by_torch]
         lines += [f"  not {name}: {reason}" for name, reasons in self.passed_over.items() for reason in reasons]
         lines += [f"  requested: {self.request}"] if self.request else []

@@ -21,7 +21,7 @@ def open_for(explanation: Explanation) -> None:
     A backend of ours has the type of its device in ``fast_path`` once the fast path may lead to it.
     """
     device = getattr(explanation.module, "fast_path", None)
-    if device is None or explanation.depends_on_operation():
+    if device is None or device in path.CLOSED or explanation.depends_on_operation():
         return
     request = explanation.request
     path.devices_of[request] = path.devices_of.get(request, 0) | path.DEVICES[device]
@@ -43,7 +43,7 @@ def backward(
 ) -> bool:
     """Writes the gradients of a norm, and of a bias after it; returns whether it did."""
     where = getattr(backend, "fast_path", None)
-    if where not in ("cpu", "cuda"):
+    if where in path.CLOSED or where not in ("cpu", "cuda"):
         return False
     device, block, partial = path.CPU, 0, dbias
     if where == "cuda":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from fusednorm.calls import process
 from fusednorm.calls.devices import devices
 from fusednorm.engine import choose
 from fusednorm.operations.listed import Listed, every
+from fusednorm.tools import doctor
 from fusednorm.tools.agree.bits import count_differing
 from fusednorm.tools.console import progress
 from fusednorm.tools.measure.clock import Clock, Contender, Run
@@ -210,10 +212,13 @@ def _operands(dtype: str, rows: int, hidden_size: int, generator: torch.Generato
     return [torch.randn(shape, generator=generator).to(kind) for shape, kind in kinds]
 
 
-def check(console: Console, backends: Iterable[str] | None = None, every_case: bool = False) -> int:
+def check(
+    console: Console, backends: Iterable[str] | None = None, every_case: bool = False, report: str | None = None
+) -> int:
     """Compares backends, by default all, with the reference, and prints a table.
 
-    ``every_case``: with a line for each shape, in place of one for each backend and dtype.
+    ``every_case``: with a line for each shape, in place of one for each backend and dtype. ``report``: a file for all
+    results, as JSON, with the platform and its versions.
 
     Returns:
         The exit status: 1 on any difference, else 130 if the user interrupted the check.
@@ -256,10 +261,31 @@ def check(console: Console, backends: Iterable[str] | None = None, every_case: b
         console.print(f"[red]{failures} of {len(taken)} cases have other bits[/]")
     elif not interrupted:
         console.print(f"[green]all {len(taken)} cases are exact[/]")
+    if report is not None:
+        _write(report, [*done, *compared], interrupted)
+        console.print(f"{escape(report)} has the results: they say nothing of you, nor this machine's name")
     if interrupted:
         after = len(done) + len(compared)
         console.print(f"interrupted after {after} of {total} cases; `check --backend NAME` takes less time")
     return 1 if failures else 130 if interrupted else 0
+
+
+def _write(path: str, results: Iterable[Result], interrupted: bool) -> None:
+    """Writes a file with the platform and what differed there."""
+    cases = [
+        {
+            "backend": one.subject.backend,
+            "variant": one.subject.variant,
+            "device": one.subject.device.type,
+            "dtype": one.dtype,
+            "rows": one.rows,
+            "hidden_size": one.hidden_size,
+            "differing": one.differing,
+        }
+        for one in results
+    ]
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump({**doctor.platform_facts(), "interrupted": interrupted, "cases": cases}, file, indent=1)
 
 
 def _listed(numbers: Iterable[int]) -> str:

@@ -91,6 +91,7 @@ def command_line(operations: Sequence[str] | None = None) -> argparse.ArgumentPa
     )
     proved.add_argument("--backend", metavar="NAME", help="check only this backend, or several with commas between")
     proved.add_argument("--all", action="store_true", help="print a line for each shape, with its time")
+    proved.add_argument("--report", metavar="FILE", help="write the platform, its versions and all results, as JSON")
     ahead = command(
         "prewarm",
         "compile the kernels of later calls, for instance into the cache folder of a container image",

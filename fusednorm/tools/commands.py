@@ -61,7 +61,9 @@ def _run(arguments: argparse.Namespace, others: list[str]) -> int:
         case "difference":
             return difference.run(arguments, screen)
         case "check":
-            return check.check(screen, arguments.backend, arguments.all)
+            if arguments.report is not None:
+                _can_be_written(arguments.report)
+            return check.check(screen, arguments.backend, arguments.all, arguments.report)
         case "compare":
             with process.waiting_for_kernels():
                 return compare.run(arguments, screen)
@@ -107,6 +109,15 @@ def _backends(text: str) -> list[str]:
             reasons = "; ".join(infos[name].reasons)
             raise ValueError(f"backend {name} cannot be used here: {reasons}")
     return names
+
+
+def _can_be_written(path: str) -> None:
+    """Raises if a file cannot be written, before minutes go by."""
+    try:
+        with open(path, "a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise UnusableError(f"--report {path} cannot be written ({error.strerror}): name another file") from None
 
 
 def _runs_on(names: Iterable[str], device: torch.device) -> None:

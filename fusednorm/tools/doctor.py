@@ -14,7 +14,8 @@ from rich.table import Table
 
 import fusednorm
 from fusednorm import environment, vllm
-from fusednorm.calls import fast_path
+from fusednorm.backends import NAMES
+from fusednorm.calls import fast_path, self_check
 from fusednorm.calls.devices import devices
 
 
@@ -69,16 +70,38 @@ def report() -> dict[str, Any]:
         "remarks": {name: f"nothing reads this variable; {cure}" for name, cure in environment.unread().items()},
         "fast_path_closed": fast_path.why_closed() or None,
         "backends": [vars(info) for info in fusednorm.backends()],
+        "self_check": [name for name in NAMES if self_check.wanted(name)],
         "devices": [_choice(device) for device in devices()],
         "cache": cuda_compiler.cache(),
     }
     if vllm.requested() is None:
         findings["remarks"]["FUSEDNORM_VLLM"] = f"it must be one of {', '.join(vllm.MODES)}; vLLM is left as it was"
+    if self_check.SETTING not in ("", self_check.FIRST, self_check.OFF):
+        findings["remarks"]["FUSEDNORM_SELF_CHECK"] = "it must be first or off; the platform decides, as without it"
     if not cpu.unavailable():
         findings["instruction_sets"] = list(cpu.variants())
         findings["instruction_set"] = cpu.variant()
         findings["openmp"] = cpu.openmp() or None
     return findings
+
+
+def platform_facts() -> dict[str, Any]:
+    """What a result of this machine is sent with: nothing of the user, no name of the machine, no path."""
+    found = report()
+    names = (
+        "fusednorm",
+        "spec",
+        "python",
+        "torch",
+        "triton",
+        "processor",
+        "threads",
+        "instruction_sets",
+        "instruction_set",
+    )
+    gpus = [torch.get_device_module(d).get_device_name(d) for d in devices() if d.type in ("cuda", "xpu")]
+    system = f"{platform.system()} {platform.machine()}"
+    return {**{name: found.get(name) for name in names}, "system": system, "gpus": gpus}
 
 
 def facts(device: torch.device, *more: str) -> dict[str, Any]:
@@ -93,7 +116,8 @@ def status(found: dict[str, Any]) -> int:
     """The doctor's exit status: 1 if calls on a device raise, or if a variable has a value that cannot be used."""
     raises = any("error" in choice for choice in found["devices"])
     reasons = [reason for info in found["backends"] for reason in info["reasons"]]
-    return int(raises or "FUSEDNORM_VLLM" in found["remarks"] or any(r.startswith(environment.PREFIX) for r in reasons))
+    unusable = {"FUSEDNORM_VLLM", "FUSEDNORM_SELF_CHECK"} & set(found["remarks"])
+    return int(raises or bool(unusable) or any(r.startswith(environment.PREFIX) for r in reasons))
 
 
 def show(console: Console) -> int:
@@ -125,6 +149,8 @@ def show(console: Console) -> int:
         unneeded = ""
     for info in found["backends"]:
         state = "[green]available[/]"
+        if info["name"] in found["self_check"]:
+            state += ": the first call of each kind is compared with the reference"
         if not info["available"]:
             state = "[yellow]not available[/]: " + escape("; ".join(info["reasons"]))
             if info["name"] == unneeded and not any(r.startswith(environment.PREFIX) for r in info["reasons"]):

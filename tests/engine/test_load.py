@@ -1,5 +1,6 @@
 """Many threads, processes, signals and imports at once: the same bits, whole results, and no growth of memory."""
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -11,7 +12,6 @@ import torch
 import fusednorm
 from fusednorm.backends import reference
 from fusednorm.calls import process
-from fusednorm.engine import choose
 
 HERE = Path(__file__).parents[1]
 
@@ -66,7 +66,7 @@ def test_64_threads():
 
 def test_a_fork_before_the_first_call():
     """Torch has threads by then, the child none; the library is loaded only in the child."""
-    if not hasattr(choose.os, "register_at_fork"):
+    if not hasattr(os, "register_at_fork"):
         assert process.forked is False
         return
     out = python("""

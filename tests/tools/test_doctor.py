@@ -4,9 +4,11 @@ import io
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -413,3 +415,21 @@ def test_names_on_the_command_line_are_those_that_are_measured():
     assert tuple(workloads.OPERATIONS) == cli.OPERATIONS
     assert (*workloads.OPERATIONS, *workloads.GRADIENTS) == cli.OPS
     assert tuple(peers.PEERS) == cli.PEERS
+
+
+def test_a_report_has_results_and_nothing_of_the_user(tmp_path, monkeypatch, called):
+    monkeypatch.setattr(check, "HIDDEN_SIZES", (896,))
+    assert called("check", "--backend", "cpu", "--report", tmp_path / "report.json") == 0
+    text = (tmp_path / "report.json").read_text()
+    found = json.loads(text)
+    assert {case["backend"] for case in found["cases"]} == {"cpu"}
+    assert all(count == 0 for case in found["cases"] for count in case["differing"].values())
+    assert {"torch", "processor", "system", "fusednorm"} <= set(found)
+    assert "release" not in found
+    for private in (socket.gethostname(), str(Path.home()), str(tmp_path), os.getcwd()):
+        assert private not in text
+
+
+def test_a_report_that_cannot_be_written_is_refused_at_once(tmp_path, called, capsys):
+    assert called("check", "--report", tmp_path / "none" / "file") == 2
+    assert "--report" in capsys.readouterr().err
