@@ -47,7 +47,7 @@ UNTRIED = "our tests have not run on a GPU yet"
 
 
 class Kind(NamedTuple):
-    """What of a call decides its kernels: a call without its memory, its rows, and the numbers that kernels are given.
+    """The parts of a call that decide its kernels: no memory, no number of rows, no numbers that kernels are given.
 
     ``kind.x`` is the dtype of x, or None if there is no x; ``kind.round_norm`` is that flag.
     """

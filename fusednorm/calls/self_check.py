@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 
-#: What ``FUSEDNORM_SELF_CHECK`` may be; without it, platforms decide.
+#: The values of ``FUSEDNORM_SELF_CHECK``; without one, platforms decide.
 FIRST, OFF = "first", "off"
 
 SETTING = os.environ.get("FUSEDNORM_SELF_CHECK", "").strip().lower()

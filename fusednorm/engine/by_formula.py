@@ -28,7 +28,7 @@ def run(call: AnyCall) -> None:
 
 
 def kept_of(call: AnyCall) -> dict[str, Tensor]:
-    """What the forward pass of a call for gradients keeps, by name: nothing else is taken there."""
+    """The tensors that the forward pass of a call for gradients keeps, by name."""
     if isinstance(call, Backward):
         h = call.h.to(call.rstd.dtype)
         return {"rstd": reference.rstd_of(reference.centered(h) if call.operation.center else h, 1e-6)}

@@ -39,7 +39,7 @@ _SORTS = 8
 #: By the backend's name: the kinds of calls that were compared, each with whether the bits were the reference's.
 compared: dict[str, dict[tuple[Any, ...], bool]] = {}
 
-#: What a user runs who was warned.
+#: The command for a user who was warned.
 REPORT = "python -m fusednorm check --report FILE"
 
 

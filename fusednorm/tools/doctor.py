@@ -86,7 +86,7 @@ def report() -> dict[str, Any]:
 
 
 def platform_facts() -> dict[str, Any]:
-    """What a result of this machine is sent with: nothing of the user, no name of the machine, no path."""
+    """The facts that go with results: nothing of the user, no name of the machine, no path."""
     found = report()
     names = (
         "fusednorm",
