@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fusednorm.backends.kernel_keys import kind_of
 from fusednorm.calls import process
+from fusednorm.calls.bits import count_differing
 from fusednorm.calls.call import AnyCall, Call, Quantize
 from fusednorm.calls.process import BackendError
 from fusednorm.engine import by_formula
@@ -100,7 +101,7 @@ class SelfChecked:
                 function(found)
                 by_formula.run(wanted)
                 names = zip(tensors_of(found).items(), tensors_of(wanted).values(), strict=True)
-                differing = [name for (name, a), b in names if not _same(a.cpu(), b)]
+                differing = [name for (name, a), b in names if count_differing(a.cpu(), b)]
                 if differing:
                     return differing
         return []
@@ -256,13 +257,6 @@ def _of_sorts(numbers: Tensor, sort: int, dtype: torch.dtype) -> None:
     of(5).mul_(0.0)  # of either sign
     of(6).mul_(256).round_().mul_((1 + info.eps / 2) / 256)
     of(7).mul_(40)  # exponentials of such numbers are subnormal, or end
-
-
-def _same(found: Tensor, wanted: Tensor) -> bool:
-    """Whether bits are equal: a NaN is as good as another, and +0 as -0, but in 8 bits."""
-    if found.dtype.itemsize == 1:
-        return torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
-    return bool(((found == wanted) | (found.isnan() & wanted.isnan())).all())
 
 
 #: Operands that have no rows, though they may have as many parts as there are rows.

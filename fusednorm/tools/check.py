@@ -16,11 +16,11 @@ from torch import Tensor
 
 import fusednorm
 from fusednorm.calls import process
+from fusednorm.calls.bits import count_differing
 from fusednorm.calls.devices import devices
 from fusednorm.engine import choose
 from fusednorm.operations.listed import Listed, every
 from fusednorm.tools import doctor
-from fusednorm.tools.agree.bits import count_differing
 from fusednorm.tools.console import progress
 from fusednorm.tools.measure.clock import Clock, Contender, Run
 from fusednorm.tools.measure.workloads import as_tuple

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from fusednorm import transformers
+from fusednorm.calls.bits import count_differing
 from fusednorm.tools.agree import engine
-from fusednorm.tools.agree.bits import count_differing
 from fusednorm.tools.agree.contract import contract
 from fusednorm.tools.agree.share import Share
 from fusednorm.tools.cli import UnusableError

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusednorm.calls.bits import count_differing
 from fusednorm.operations.attention import attention
 from fusednorm.operations.modules import Linear
-from fusednorm.tools.agree.bits import count_differing
 from fusednorm.tools.agree.contract import Contract, contract, with_steps
 from fusednorm.tools.agree.share import Share
 from fusednorm.tools.cli import UnusableError

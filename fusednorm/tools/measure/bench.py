@@ -15,9 +15,9 @@ from rich.console import Console
 from torch import Tensor
 
 import fusednorm
+from fusednorm.calls.bits import count_differing
 from fusednorm.declare.declaration import Role
 from fusednorm.tools import doctor
-from fusednorm.tools.agree.bits import count_differing
 from fusednorm.tools.cli import DTYPES, INTERRUPTED, UnusableError, shape
 from fusednorm.tools.console import progress
 from fusednorm.tools.measure import tables

@@ -18,9 +18,9 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
+from fusednorm.calls.bits import count_differing
 from fusednorm.reference.norm import rounded
 from fusednorm.tools import doctor
-from fusednorm.tools.agree.bits import count_differing
 from fusednorm.tools.cli import DTYPES, INTERRUPTED, UnusableError
 from fusednorm.tools.console import measured_on
 from fusednorm.tools.measure.peers import COMPILED, EAGER, EPS, PEERS, Implementation, implementations, in_a_line
