@@ -1,52 +1,97 @@
-"""All that a machine with an NVIDIA GPU is asked, in ten minutes: bits first, then streams and graphs, then times.
+"""All that a machine with an NVIDIA GPU is asked, in less than ten minutes: what decides, all bits, then more times.
 
     pip wheel --no-deps -w wheels .                                    # where there is a network: our wheel, and
     pip download -d wheels -c constraints.txt cffi platformdirs rich pytest pytest-xdist hypothesis numpy
+    pip download -d wheels --no-deps liger-kernel                      # and peers, which are timed beside fusednorm
     python -P benchmarks/gpu_session.py --wheels wheels --out results  # on the machine, in the checkout
 
 It makes an environment in OUT that sees the machine's torch and triton, installs from the wheels alone, and runs the
-steps below, each for its seconds at most. Each writes OUT/NAME.txt and prints a line. Exit status 1 if any failed.
-`--only NAME` runs some of the steps.
+steps below, each for its seconds at most. Each writes OUT/NAME.txt and prints the same lines as they come, so that
+nothing is lost where the session is ended. Exit status 1 if any step failed. `--only NAME` runs some of the steps.
+`--device cpu --seconds 90` tries the session on a machine without a GPU: steps that need one are left out.
 """
 
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-KIT = "fusednorm.conformance"
-TEST = ("python", "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--backend")
-FEW = (f"{KIT}.test_golden", f"{KIT}.test_gradients::test_data", f"{KIT}.test_operations::test_data")
-BENCH = ("python", "-P", "-m", "fusednorm", "bench", "--device", "cuda", "--backends", "cuda", "triton")
+#: The seconds of a session, with its environment; those of steps are for this many, and fewer for a shorter one.
+SECONDS, FOR_ENVIRONMENT = 560, 30
+#: Installed where their wheels lie beside ours.
+PEERS = ("liger_kernel", "quack_kernels", "flashinfer_python")
 
-#: All that `bench` times, but for `add_norm` and its gradients, which have steps of their own with all shapes.
+KIT = "fusednorm.conformance"
+PYTHON = ("python", "-P")
+TEST = (*PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--backend")
+FEW = (f"{KIT}.test_golden", f"{KIT}.test_gradients::test_data", f"{KIT}.test_operations::test_data")
+BENCH = (*PYTHON, "-m", "fusednorm", "bench", "--device", "DEVICE", "--backends", "BACKENDS", "--minutes", "MINUTES")
+
+#: All that `bench` times, but for the five of the first step.
 OPS = """norm layer_norm add_layer_norm norm_add norm_add_norm add_norm_int8 add_norm_fp8 add_norm_fp8_block
     rms_norm_quant layer_norm_quant fused_add_layer_norm_quant silu_and_mul_quant relu2_quant quantize gate
-    silu_and_mul gelu_and_mul gelu_tanh_and_mul gelu relu2 softcap norm_gated l2_norm rotate qk_norm_rope
-    modulate linear log_softmax logsumexp selected_log_prob selected_log_prob_and_entropy norm_add_norm_backward
+    gelu_and_mul gelu_tanh_and_mul gelu relu2 softcap norm_gated l2_norm rotate
+    modulate linear log_softmax logsumexp selected_log_prob_and_entropy norm_add_norm_backward
     silu_and_mul_backward norm_gated_backward qk_norm_rope_backward"""
+FIRST = "add_norm backward silu_and_mul qk_norm_rope selected_log_prob"
+#: Decoding, a prompt, and rows of heads.
+SIZES = "1x4096 64x4096 16384x4096 64x16384 65536x128 1x8192 512x8192 4096x16384"
 
-#: What is run, for how many seconds at most. Bits come first: without them no time matters.
+
+class Step(NamedTuple):
+    """A command, and for how many seconds it may run."""
+
+    seconds: int
+    #: OUT, DEVICE, BACKENDS and MINUTES (a little less than its seconds) are replaced.
+    command: tuple[str, ...]
+    needs_gpu: bool = True
+
+
+def tested(seconds, backend, *files):
+    """A step of tests; of many files, in eight processes."""
+    return Step(seconds, (*TEST, backend, *files))
+
+
+def timed(seconds, file, *arguments):
+    """A step of `bench`."""
+    return Step(seconds, (*BENCH, "--json", f"OUT/{file}.json", "--dtypes", "bfloat16", *arguments), needs_gpu=False)
+
+
+def sanitized(tool):
+    """The step that runs a few tests of each kernel under a tool of NVIDIA's compute-sanitizer."""
+    return Step(22, ("compute-sanitizer", "--error-exitcode", "9", "--tool", tool, *TEST, "cuda", "--pyargs", *FEW))
+
+
+KIT_OF = ("-n", "8", "--certificate")
+ON_GPU = ("tests/backends/test_gpu.py", "tests/backends/test_large.py")
+CHECK = (*PYTHON, "-m", "fusednorm", "check", "--device", "DEVICE", "--report", "OUT/report.json")
+TRAIN = (*PYTHON, "benchmarks/train.py", "--device", "DEVICE", "--minutes", "0.1")
+
+#: In this order. `bench` compares bits before it times, so the first times are those of right results.
 STEPS = {
-    "doctor": (20, ("python", "-P", "-m", "fusednorm", "doctor", "--json")),
-    "kit_cuda": (120, (*TEST, "cuda", "-n", "8", "--everything", "--certificate", "OUT/cuda.json", "--pyargs", KIT)),
-    "kit_triton": (120, (*TEST, "triton", "-n", "8", "--certificate", "OUT/triton.json", "--pyargs", KIT)),
-    "gpu_cuda": (40, (*TEST, "cuda", "tests/backends/test_gpu.py", "tests/backends/test_large.py")),
-    "gpu_triton": (40, (*TEST, "triton", "tests/backends/test_gpu.py", "tests/backends/test_large.py")),
-    "bench": (60, (*BENCH, "--ops", "add_norm")),
-    "bench_backward": (60, (*BENCH, "--ops", "backward")),
-    "bench_steps": (90, (*BENCH, "--ops", *OPS.split(), "--peers", "--dtypes", "bfloat16", "--shapes", "2048x4096")),
-    "log_prob": (30, ("python", "-P", "benchmarks/gpu_log_prob.py", "cuda", "triton")),
-    "host": (30, ("python", "-P", "benchmarks/gpu_host_cost.py", "cuda")),
-    "train": (60, ("python", "-P", "benchmarks/train.py", "--device", "cuda", "--minutes", "0.1")),
-    **{
-        name: (30, ("compute-sanitizer", "--error-exitcode", "9", "--tool", name, *TEST, "cuda", "--pyargs", *FEW))
-        for name in ("memcheck", "racecheck", "initcheck", "synccheck")
-    },
+    "doctor": Step(10, (*PYTHON, "-m", "fusednorm", "doctor", "--json"), needs_gpu=False),
+    "first": timed(60, "first", "--ops", *FIRST.split(), "--shapes", "2048x4096"),
+    "kit_cuda": tested(90, "cuda", *KIT_OF, "OUT/cuda.json", "--pyargs", KIT),
+    "memcheck": sanitized("memcheck"),
+    "racecheck": sanitized("racecheck"),
+    "kit_triton": tested(80, "triton", *KIT_OF, "OUT/triton.json", "--pyargs", KIT),
+    "gpu_cuda": tested(25, "cuda", *ON_GPU),
+    "gpu_triton": tested(25, "triton", *ON_GPU),
+    "check": Step(15, CHECK, needs_gpu=False),
+    "steps": timed(50, "steps", "--ops", *OPS.split(), "--shapes", "2048x4096", "--peers", "eager"),
+    "host": Step(15, (*PYTHON, "benchmarks/gpu_host_cost.py", "cuda")),
+    "log_prob": Step(20, (*PYTHON, "benchmarks/gpu_log_prob.py", "cuda", "triton")),
+    "train": Step(25, TRAIN, needs_gpu=False),
+    "sizes": timed(27, "sizes", "--ops", "add_norm", "--shapes", *SIZES.split()),
+    "initcheck": sanitized("initcheck"),
+    "synccheck": sanitized("synccheck"),
 }
 
 
@@ -54,47 +99,78 @@ def environment(folder, wheels):
     """Makes an environment that sees the machine's packages; returns where its programs are."""
     subprocess.run((sys.executable, "-m", "venv", "--system-site-packages", folder), check=True)
     programs = folder / "bin"
+    here = {wheel.name.partition("-")[0] for wheel in wheels.glob("*.whl")}
+    wanted = ("pytest", "pytest-xdist", "hypothesis", "numpy", "fusednorm", *(peer for peer in PEERS if peer in here))
     install = (programs / "python", *["-m", "pip", "install", "-q", "--no-index", "--find-links"], wheels)
-    subprocess.run((*install, "pytest", "pytest-xdist", "hypothesis", "numpy", "fusednorm"), check=True)
+    subprocess.run((*install, *wanted), check=True)
     return programs
 
 
-def run(name, out, programs):
-    """Runs a step; returns a line that says how it went, and whether it passed."""
-    seconds, command = STEPS[name]
-    command = [part.replace("OUT", str(out)) for part in command]
-    if shutil.which(command[0], path=f"{programs}{os.pathsep}{os.environ['PATH']}") is None:
-        return f"{name}: {command[0]} is not on this machine", False
-    path = {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "FUSEDNORM_CACHE_DIR": str(out / "cache")}
+def run(name, command, seconds, out, programs):
+    """Runs a step; prints its lines and, at its end, one that says how it went. Returns whether it passed."""
+    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+    if shutil.which(command[0], path=path) is None:
+        print(f"{name}: {command[0]} is not on this machine", flush=True)
+        return False
+    env = {**os.environ, "PATH": path, "FUSEDNORM_CACHE_DIR": str(out / "cache"), "PYTHONUNBUFFERED": "1"}
     begin = time.monotonic()
-    with (out / f"{name}.txt").open("w") as file:
-        try:
-            done = subprocess.run(
-                command, cwd=ROOT, env={**os.environ, **path}, stdout=file, stderr=subprocess.STDOUT, timeout=seconds
-            )
-            how = "passed" if done.returncode == 0 else f"status {done.returncode}"
-        except subprocess.TimeoutExpired:
-            how = f"ended after {seconds} s"
-    last = (out / f"{name}.txt").read_text(errors="replace").strip().splitlines()
-    return f"{name}: {how}, {time.monotonic() - begin:.0f} s: {last[-1] if last else ''}", how == "passed"
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    with (
+        (out / f"{name}.txt").open("w") as file,
+        subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, **streams) as process,
+    ):
+        # Its workers too: they would hold the GPU, and the pipe.
+        end = threading.Timer(seconds, os.killpg, (process.pid, signal.SIGKILL))
+        end.start()
+        for line in process.stdout:
+            file.write(line)
+            print(f"  {line}", end="", flush=True)
+        process.wait()
+        end.cancel()
+    took = time.monotonic() - begin
+    if took >= seconds and process.returncode == -signal.SIGKILL:
+        how = f"ended after {seconds:.0f} s"
+    else:
+        how = "passed" if process.returncode == 0 else f"status {process.returncode}"
+    print(f"{name}: {how}, {took:.0f} s", flush=True)
+    return how == "passed"
 
 
 def main():
     """Runs the steps."""
+    begin = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wheels", type=Path, required=True, help="the folder of wheels to install")
     parser.add_argument("--out", type=Path, required=True, help="the folder to write to")
     parser.add_argument("--only", action="append", choices=STEPS, help="run only this step; may be repeated")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: leave out what needs a GPU")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"of the whole session (default: {SECONDS})")
     given = parser.parse_args()
     out = given.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     programs = environment(out / "environment", given.wheels.resolve())
-    results = []
+    backends = ("cuda", "triton") if given.device == "cuda" else ("cpu",)
+    passed = True
     for name in given.only or STEPS:
-        results.append(run(name, out, programs))
-        print(results[-1][0], flush=True)
+        step = STEPS[name]
+        if step.needs_gpu and given.device == "cpu":
+            continue
+        left = given.seconds - (time.monotonic() - begin)
+        seconds = min(step.seconds * given.seconds / SECONDS, left)
+        if seconds < 1:
+            print(f"{name}: no time is left", flush=True)
+            passed = False
+            continue
+        minutes = max(seconds - 10, seconds / 2) / 60  # a last measurement takes seconds, and so do the tables
+        words = {"OUT": str(out), "DEVICE": given.device, "MINUTES": f"{minutes:.3f}"}
+        command = []
+        for part in step.command:
+            for word, value in words.items():
+                part = part.replace(word, value)
+            command += backends if part == "BACKENDS" else (part,)
+        passed &= run(name, command, seconds, out, programs)
     shutil.rmtree(out / "environment")  # what is left are results
-    return int(not all(passed for _, passed in results))
+    return int(not passed)
 
 
 if __name__ == "__main__":

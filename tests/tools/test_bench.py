@@ -461,11 +461,21 @@ def test_ratios(made_up_times, called, capsys):
     assert ["32x4096", "64.0", "96.0", "128", "112", "6.0x", "2.0x", "2.5x", "failed"] in lines
     assert ["median", "6.0x", "2.0x", "2.5x", "-"] in lines
     assert "how many times as long as fusednorm they take" in text
-    tables = [line for line in text.splitlines() if "x4096" in line or "─" in line]
+    tables = [line for line in text.splitlines() if line.strip().startswith(("1x", "32x", "─"))]
     assert max(map(len, tables)) <= 80
     assert "vLLM" in text
     assert "float32" not in text
     assert "backward" not in text
+
+
+def test_each_cell_is_a_line_as_it_is_measured(made_up_times, called, capsys, monkeypatch):
+    """Where no bar shows: a run that is killed leaves what it measured."""
+    monkeypatch.setattr(tables, "show", lambda *_: pytest.fail("the lines come first"))
+    with pytest.raises(pytest.fail.Exception):
+        called("bench", "--peers", "--quick")
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("add_norm bfloat16 1x4096")]
+    assert [line.partition(": ")[2].startswith("fusednorm in place 2.0, ") for line in lines] == [True]
+    assert lines[0].endswith(" us")
 
 
 def test_a_disturbed_machine_is_named(capsys):

@@ -315,7 +315,10 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
                     bar.update(task, description=f"{cell}: {doing}")
 
                 try:
-                    results.add(cell, measurement.measure(cell, starting))
+                    times = measurement.measure(cell, starting)
+                    results.add(cell, times)
+                    if not console.is_terminal:  # then no bar says how far it is, and a run that is killed, nothing
+                        say(tables.in_a_line(cell, times), soft_wrap=True)
                 except torch.OutOfMemoryError:
                     bar.console.print(f"{cell}: does not fit the memory")
                 measured += 1

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fusednorm.tools.console import measured_on, of_threads, print_markdown
-from fusednorm.tools.measure.cells import IN_PLACE
+from fusednorm.tools.measure.cells import IN_PLACE, Cell
 from fusednorm.tools.measure.peers import COMPILED, EAGER
 from fusednorm.tools.measure.workloads import GRADIENTS, every_measured
 
@@ -31,6 +31,12 @@ def microseconds(times: dict[str, Any]) -> float:
     """Of a call; on a GPU within a graph."""
     found: float = times["eager"] if times["graph"] is None else times["graph"]
     return found
+
+
+def in_a_line(cell: Cell, contenders: dict[str, dict[str, Any]]) -> str:
+    """The figures of a cell, as they are measured."""
+    times = ", ".join(f"{name} {figure(found)}" for name, found in contenders.items())
+    return f"{cell}: {times} us"
 
 
 def share(cell: dict[str, Any], name: str) -> float | None:
