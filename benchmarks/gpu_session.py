@@ -5,10 +5,10 @@
     pip download -d wheels --no-deps liger-kernel                      # and peers, which are timed beside fusednorm
     python -P benchmarks/gpu_session.py --wheels wheels --out results  # on the machine, in the checkout
 
-It makes an environment in OUT that sees the machine's torch and triton, installs from the wheels alone, and runs the
-steps below, each for its seconds at most. Each writes OUT/NAME.txt and prints the same lines as they come, so that
-nothing is lost where the session is ended. Exit status 1 if any step failed. `--only NAME` runs some of the steps.
-`--device cpu --seconds 90` tries the session on a machine without a GPU: steps that need one are left out.
+It installs the wheels into OUT, beside the machine's torch and triton, and runs the steps below, each for its seconds
+at most. Each writes OUT/NAME.txt and prints the same lines as they come, so that nothing is lost where the session is
+ended. Exit status 1 if any step failed. `--only NAME` runs some of the steps.
+`--device cpu --seconds 280` tries the session on a machine without a GPU: steps that need one are left out.
 """
 
 import argparse
@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-#: The seconds of a session, with its environment; those of steps are for this many, and fewer for a shorter one.
-SECONDS, FOR_ENVIRONMENT = 560, 30
-#: Installed where their wheels lie beside ours.
-PEERS = ("liger_kernel", "quack_kernels", "flashinfer_python")
+#: The seconds of a session, with the installation; those of steps are for this many, and fewer for a shorter one.
+SECONDS, INSTALLATION = 560, 30
+#: Where the wheels are installed, in OUT.
+PACKAGES = "packages"
 
 KIT = "fusednorm.conformance"
-PYTHON = ("python", "-P")
+PYTHON = (sys.executable, "-P")
 TEST = (*PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--backend")
 FEW = (f"{KIT}.test_golden", f"{KIT}.test_gradients::test_data", f"{KIT}.test_operations::test_data")
 BENCH = (*PYTHON, "-m", "fusednorm", "bench", "--device", "DEVICE", "--backends", "BACKENDS", "--minutes", "MINUTES")
@@ -71,7 +71,7 @@ def sanitized(tool):
 
 KIT_OF = ("-n", "8", "--certificate")
 ON_GPU = ("tests/backends/test_gpu.py", "tests/backends/test_large.py")
-CHECK = (*PYTHON, "-m", "fusednorm", "check", "--device", "DEVICE", "--report", "OUT/report.json")
+CHECK = (*PYTHON, "-m", "fusednorm", "check", "--report", "OUT/report.json")
 TRAIN = (*PYTHON, "benchmarks/train.py", "--device", "DEVICE", "--minutes", "0.1")
 
 #: In this order. `bench` compares bits before it times, so the first times are those of right results.
@@ -84,35 +84,30 @@ STEPS = {
     "kit_triton": tested(80, "triton", *KIT_OF, "OUT/triton.json", "--pyargs", KIT),
     "gpu_cuda": tested(25, "cuda", *ON_GPU),
     "gpu_triton": tested(25, "triton", *ON_GPU),
-    "check": Step(15, CHECK, needs_gpu=False),
+    "check": Step(20, CHECK, needs_gpu=False),
     "steps": timed(50, "steps", "--ops", *OPS.split(), "--shapes", "2048x4096", "--peers", "eager"),
     "host": Step(15, (*PYTHON, "benchmarks/gpu_host_cost.py", "cuda")),
     "log_prob": Step(20, (*PYTHON, "benchmarks/gpu_log_prob.py", "cuda", "triton")),
     "train": Step(25, TRAIN, needs_gpu=False),
-    "sizes": timed(27, "sizes", "--ops", "add_norm", "--shapes", *SIZES.split()),
+    "sizes": timed(22, "sizes", "--ops", "add_norm", "--shapes", *SIZES.split()),
     "initcheck": sanitized("initcheck"),
     "synccheck": sanitized("synccheck"),
 }
 
 
-def environment(folder, wheels):
-    """Makes an environment that sees the machine's packages; returns where its programs are."""
-    subprocess.run((sys.executable, "-m", "venv", "--system-site-packages", folder), check=True)
-    programs = folder / "bin"
-    here = {wheel.name.partition("-")[0] for wheel in wheels.glob("*.whl")}
-    wanted = ("pytest", "pytest-xdist", "hypothesis", "numpy", "fusednorm", *(peer for peer in PEERS if peer in here))
-    install = (programs / "python", *["-m", "pip", "install", "-q", "--no-index", "--find-links"], wheels)
-    subprocess.run((*install, *wanted), check=True)
-    return programs
+def install(folder, wheels):
+    """Installs all wheels into a folder; the machine's own torch and triton are used as they are."""
+    command = (sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", folder)
+    subprocess.run((*command, *sorted(wheels.glob("*.whl"))), check=True)
 
 
-def run(name, command, seconds, out, programs):
+def run(name, command, seconds, out):
     """Runs a step; prints its lines and, at its end, one that says how it went. Returns whether it passed."""
-    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
-    if shutil.which(command[0], path=path) is None:
+    if shutil.which(command[0]) is None:
         print(f"{name}: {command[0]} is not on this machine", flush=True)
         return False
-    env = {**os.environ, "PATH": path, "FUSEDNORM_CACHE_DIR": str(out / "cache"), "PYTHONUNBUFFERED": "1"}
+    of_step = {"PYTHONPATH": PACKAGES, "FUSEDNORM_CACHE_DIR": "cache"}
+    env = {**os.environ, **{key: str(out / value) for key, value in of_step.items()}, "PYTHONUNBUFFERED": "1"}
     begin = time.monotonic()
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
     with (
@@ -148,7 +143,7 @@ def main():
     given = parser.parse_args()
     out = given.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    programs = environment(out / "environment", given.wheels.resolve())
+    install(out / PACKAGES, given.wheels.resolve())
     backends = ("cuda", "triton") if given.device == "cuda" else ("cpu",)
     passed = True
     for name in given.only or STEPS:
@@ -168,8 +163,8 @@ def main():
             for word, value in words.items():
                 part = part.replace(word, value)
             command += backends if part == "BACKENDS" else (part,)
-        passed &= run(name, command, seconds, out, programs)
-    shutil.rmtree(out / "environment")  # what is left are results
+        passed &= run(name, command, seconds, out)
+    shutil.rmtree(out / PACKAGES)  # what is left are results
     return int(not passed)
 
 

@@ -124,20 +124,20 @@ def test_a_session_on_a_gpu_times_every_operation(session):
 
 def test_a_session_has_time_for_all_its_steps(session):
     steps = sum(step.seconds for step in session.STEPS.values())
-    assert steps + session.FOR_ENVIRONMENT <= session.SECONDS
+    assert steps + session.INSTALLATION <= session.SECONDS
 
 
 def test_a_step_that_takes_too_long_is_ended_and_what_it_printed_is_kept(session, tmp_path, capsys):
     """Its processes too: one that lived on would hold the pipe, and the session would wait for it."""
     script = "import subprocess, sys; print('a time'); subprocess.run([sys.executable, '-c', 'while True: pass'])"
-    assert not session.run("slow", (sys.executable, "-c", script), 1, tmp_path, "")
+    assert not session.run("slow", (sys.executable, "-c", script), 1, tmp_path)
     assert (tmp_path / "slow.txt").read_text() == "a time\n"
     assert capsys.readouterr().out == "  a time\nslow: ended after 1 s, 1 s\n"
 
 
 def test_a_step_says_how_it_went(session, tmp_path, capsys):
-    assert session.run("good", (sys.executable, "-c", ""), 60, tmp_path, "")
-    assert not session.run("bad", (sys.executable, "-c", "raise SystemExit(3)"), 60, tmp_path, "")
-    assert not session.run("gone", ("no_such_program",), 60, tmp_path, "")
+    assert session.run("good", (sys.executable, "-c", ""), 60, tmp_path)
+    assert not session.run("bad", (sys.executable, "-c", "raise SystemExit(3)"), 60, tmp_path)
+    assert not session.run("gone", ("no_such_program",), 60, tmp_path)
     lines = capsys.readouterr().out.splitlines()
     assert lines == ["good: passed, 0 s", "bad: status 3, 0 s", "gone: no_such_program is not on this machine"]
