@@ -70,7 +70,8 @@ def build(mutant, folder):
 
 def run_tests(folder, backend, tests, capability="90"):
     """Runs tests until one fails; on one backend if it has a name, of CUDA's as a GPU of this capability."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("FUSEDNORM_")}
+    # Without TOX_WORK_DIR the kernels of a mutant are not kept.
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("FUSEDNORM_") and k != "TOX_WORK_DIR"}
     if backend:
         clean["FUSEDNORM_BACKEND"] = backend
         if backend != "cuda":  # tests/conftest.py, which says so elsewhere, is not of the kit

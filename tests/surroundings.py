@@ -1,11 +1,7 @@
-"""What surrounds calls in tests: torch's number of threads, an interrupt by the user, and a process of their own."""
+"""What surrounds calls in tests: torch's number of threads, and an interrupt by the user."""
 
 import contextlib
-import os
 import signal
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
@@ -42,12 +38,3 @@ def interrupted(after):
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-def printed_by(code, *arguments, timeout=None, **environment):
-    """What Python code prints in a process of its own, which succeeds and prints no error."""
-    command = [sys.executable, "-P", "-c", textwrap.dedent(code), *arguments]
-    environment = {**os.environ, **environment}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout

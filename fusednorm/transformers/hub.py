@@ -24,6 +24,7 @@ from fusednorm.operations.norm_gated import rms_norm_gated
 from fusednorm.transformers.mlps import DTYPES, MLP, activation_of, mlp
 from fusednorm.transformers.norms import Forms, Taken, forms, taken
 from fusednorm.transformers.reads import LeftAloneError, Reads
+from fusednorm.transformers.replacing import constant
 from fusednorm.transformers.rotations import Halves, Pairs, Rotation, Tables, rotations
 
 
@@ -59,7 +60,7 @@ class RMSNormGated(_Layer):
         return rms_norm_gated(hidden_states, gate, weight, form.eps, **form.of_gate)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _trace(module: torch.nn.Module, trace: Callable[[torch.nn.Module, Reads], Any]) -> None:
     """Traces a module at its first call."""
     if "_fusednorm_traced" not in module.__dict__:
@@ -155,7 +156,7 @@ class RotaryPosEmb(_Layer):
         return both
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _follows_its_class(module: torch.nn.Module) -> bool:
     """Whether a call of an activation is its class's forward pass, or that of a layer here, and nothing else."""
     attached = module.__dict__.get("forward")

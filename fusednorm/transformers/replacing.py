@@ -7,11 +7,15 @@ hooks. fusednorm adds one attribute to it, ``_fusednorm``.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import MethodType
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch.nn.modules.module import _has_any_global_hook
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 #: A module's class, whether it was replaced, and the replacement, or the reason why not.
 Outcome = tuple[str, bool, str]
@@ -52,7 +56,13 @@ class Patched(torch.nn.Module):
         """Undoes a change of more than the class, before the class is changed back."""
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator] # as torch's compiler takes hooks
+def constant(function: Callable[P, R]) -> Callable[P, R]:
+    """``torch.compiler.assume_constant_result``, which also imports the compiler: a second."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant  # as torch's compiler takes hooks
 def bare(module: torch.nn.Module) -> bool:
     """Whether a call of the module only calls its forward pass."""
     own = module.__dict__  # by which an attribute is found sooner

@@ -18,7 +18,7 @@ import kernel_kinds
 import pytest
 import torch
 from kernel_kinds import alone, log_probability, named, norm_backward, of_each_gpu, on, quantized
-from surroundings import printed_by
+from processes import printed_by
 
 import fusednorm
 from fusednorm import Quantization, quantizations

@@ -1,10 +1,10 @@
 """No kernel reads or writes a byte beyond an operand: there are pages without rights, which would end the process."""
 
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 
 from fusednorm.backends import cpu
@@ -14,8 +14,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="memory is prote
 
 
 def python(*arguments):
-    run = [sys.executable, "-P", *arguments]
-    return subprocess.run(run, capture_output=True, text=True, cwd=HERE, timeout=300)
+    return processes.python(*arguments, cwd=HERE)
 
 
 @pytest.mark.parametrize("isa", cpu.variants())

@@ -17,7 +17,7 @@ import pytest
 import torch
 from every_operation import DIFFERENTIATED, FUNCTIONS, MORE, clones, function_of, gradients, recorded
 from kernel_kinds import alone, log_probabilities, named, norm_backward, on, product, quantized, rotated_alone
-from surroundings import printed_by
+from processes import printed_by
 
 import fusednorm
 from fusednorm import Quantization

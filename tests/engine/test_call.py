@@ -1,15 +1,13 @@
 """Calls as values: out_dtype and residual_dtype, operations in several kernels, and how C takes a call."""
 
 import itertools
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from processes import printed_by
 
 import fusednorm
 from fusednorm import BackendError, fused_add_rms_norm, rms_norm
@@ -272,10 +270,7 @@ with fusednorm.use_backend("reference"):
     wanted = fusednorm.fused_add_rms_norm(x, x.half(), residual_dtype=torch.bfloat16)
 print(all(map(torch.equal, found, wanted)))
 """
-    run = [sys.executable, "-P", "-c", code]
-    environment = os.environ | {"FUSEDNORM_BACKEND": "cpu"}
-    done = subprocess.run(run, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["cpu", "True"]
+    assert printed_by(code, FUSEDNORM_BACKEND="cpu").split() == ["cpu", "True"]
 
 
 def test_all_is_chosen_before_anything_is_written(monkeypatch):

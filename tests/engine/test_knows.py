@@ -2,8 +2,6 @@
 
 import inspect
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +17,7 @@ from every_operation import (
     same,
     without_outputs,
 )
+from processes import python
 
 import fusednorm
 from fusednorm.backends import cpu, reference
@@ -153,7 +152,8 @@ def test_a_backend_of_version_0_3(name, old):
 def test_a_younger_flag_is_asked_about_and_breaks_nothing():
     """A field with a default at the end of the flags of norms; in a process of its own, whose module has it."""
     program = Path(__file__).with_name("younger_flag.py")
-    subprocess.run([sys.executable, "-P", program], check=True, env=os.environ | {"PYTHONPATH": TESTS})
+    done = python(program, env=os.environ | {"PYTHONPATH": TESTS})
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_backend_that_knows_gates_is_given_them(old):

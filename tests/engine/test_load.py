@@ -1,27 +1,19 @@
 """Many threads, processes, signals and imports at once: the same bits, whole results, and no growth of memory."""
 
 import os
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 import torch
+from processes import printed_by, python
 
 import fusednorm
 from fusednorm.backends import reference
 from fusednorm.calls import process
 
 HERE = Path(__file__).parents[1]
-
-
-def python(code, *arguments):
-    """Runs a program; one that hangs is killed, which fails the test."""
-    command = [sys.executable, "-P", "-c", textwrap.dedent(code), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 OPERANDS = """
@@ -45,7 +37,7 @@ def results(i):
 
 def test_64_threads():
     """All begin at once, each with another number of threads below it, which it changes between calls."""
-    out = python(
+    out = printed_by(
         OPERANDS
         + """
     wanted, wrong, start = [results(i) for i in range(21)], [], threading.Barrier(64)
@@ -69,7 +61,7 @@ def test_a_fork_before_the_first_call():
     if not hasattr(os, "register_at_fork"):
         assert process.forked is False
         return
-    out = python("""
+    out = printed_by("""
     import os, sys, torch, fusednorm
     torch.set_num_threads(2)
     x = torch.ones(512, 1024)
@@ -100,14 +92,14 @@ def test_spawned_processes(tmp_path):
         print(torch.equal(x, y), torch.equal(residual, total))
     """)
     )
-    done = subprocess.run([sys.executable, "-P", script], capture_output=True, text=True, timeout=300)
+    done = python(script)
     assert (done.stdout, done.returncode) == ("True True\n", 0), done.stderr
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no interval timers")
 def test_signals_during_calls():
     """A handler in Python that runs every millisecond changes nothing."""
-    out = python(
+    out = printed_by(
         OPERANDS
         + """
     import signal, time
@@ -129,7 +121,7 @@ def test_signals_during_calls():
 @pytest.mark.parametrize("columns", [512, 513], ids=["fast path", "Python"])
 def test_an_interrupt_leaves_a_call_made_or_not_made(columns):
     """A hundred times: x and the residual are both as before or both written, and what is written has been counted."""
-    out = python(f"""
+    out = printed_by(f"""
     import random, signal, torch, fusednorm
     before = torch.rand(700, {columns}), torch.rand(700, {columns})
     after = fusednorm.fused_add_rms_norm(before[0][:, :512], before[1][:, :512])
@@ -179,7 +171,7 @@ def test_what_an_interrupted_call_may_have_written_is_counted(monkeypatch):
 @pytest.mark.parametrize("order", [("numpy", "fusednorm", "torch"), ("fusednorm", "numpy", "torch")], ids="-".join)
 def test_import_order(order):
     """NumPy, whose linear algebra has threads of its own, before fusednorm and after."""
-    out = python(f"""
+    code = f"""
     import {", ".join(order)}
     a = numpy.ones((300, 300)) @ numpy.ones((300, 300))
     torch.set_num_threads(2)
@@ -187,13 +179,12 @@ def test_import_order(order):
         y = fusednorm.rms_norm(torch.ones(300, 300))
     with fusednorm.use_backend("reference"):
         print(a[0, 0], torch.equal(y, fusednorm.rms_norm(torch.ones(300, 300))))
-    """)
-    assert out == "300.0 True\n"
+    """
+    assert printed_by(code, fresh=True) == "300.0 True\n"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")
 def test_memory_does_not_grow():
     """Two million rows, with refusals and gradients among them; `tox -e soak` takes fifty times as many."""
-    command = [sys.executable, "-P", HERE / "soak.py", "--rows", "2e6"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = python(HERE / "soak.py", "--rows", "2e6")
     assert done.returncode == 0, done.stdout + done.stderr

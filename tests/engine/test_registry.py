@@ -4,7 +4,6 @@ import importlib
 import os
 import re
 import shutil
-import subprocess
 import sys
 import textwrap
 import threading
@@ -12,6 +11,7 @@ import traceback
 import zipfile
 from types import SimpleNamespace
 
+import processes
 import pytest
 import torch
 
@@ -496,9 +496,7 @@ def python(code, **environment):
     """Runs a program in a process of its own, with these FUSEDNORM_ variables and no others."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("FUSEDNORM_")}
     program = "import torch, fusednorm\nx = torch.ones(2, 8)\n" + textwrap.dedent(code)
-    return subprocess.run(
-        [sys.executable, "-P", "-c", program], env={**clean, **environment}, capture_output=True, text=True
-    )
+    return processes.python("-c", program, env=clean | environment)
 
 
 @pytest.mark.compiled

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from every_operation import DIFFERENTIATED, FUNCTIONS, MORE, clones, function_of, gradients, recorded
-from surroundings import printed_by
+from processes import printed_by
 
 import fusednorm
 from fusednorm import BackendError, quantizations

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 
 import pytest
@@ -29,6 +28,7 @@ from every_operation import (
     partly,
     without_outputs,
 )
+from processes import python
 
 import fusednorm
 from fusednorm import Quantization, quantizations
@@ -141,8 +141,7 @@ class TestSteps:
     @staticmethod
     def run(what):
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "FUSEDNORM_BACKEND": "cpu"}
-        run = [sys.executable, "-P", __file__, what]
-        done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=300)
+        done = python(__file__, what, env=environment)
         assert done.returncode == 0, done.stderr
         return done.stdout.split("\n")[:-1]
 

@@ -1,11 +1,10 @@
 """One OpenMP runtime, which is torch's, and children that never hang."""
 
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
+import processes
 import pytest
 
 from fusednorm.backends import cpu
@@ -18,9 +17,8 @@ pytestmark = pytest.mark.skipif(cpu.openmp() == "", reason="torch has no OpenMP 
 def python(code):
     """Runs a program; one that hangs is killed, which fails the test."""
     program = "import os, sys, torch\n" + textwrap.dedent(code)
-    run = [sys.executable, "-P", "-c", program]
     environment = {k: v for k, v in os.environ.items() if k not in ("FUSEDNORM_BACKEND", "OMP_NUM_THREADS")}
-    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=60)
+    done = processes.python("-c", program, env=environment, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from processes import printed_by
 from torch import tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -443,14 +444,24 @@ def test_large_new_outputs_ask_for_huge_pages():
 
 def test_import_is_fast_and_light():
     """Neither Triton nor the doctor's tables nor plug-ins are imported by importing fusednorm."""
-    import subprocess
-    import sys
-
     code = "import torch, sys; before = set(sys.modules); import fusednorm; print(*sorted(set(sys.modules) - before))"
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
-    new = done.stdout.split()
+    new = printed_by(code).split()
     assert "fusednorm.operations.norm" in new
     assert not {"triton", "rich", "cffi", "numpy", "fusednorm._cpu", "fusednorm.backends.cpu"} & set(new)
+
+
+def test_commands_and_patches_import_no_compiler():
+    """Of torch's, which takes a second; and what marks a constant for it is what it marks itself."""
+    code = """
+    import sys, fusednorm.tools.commands, fusednorm.transformers
+    print("torch._dynamo" in sys.modules)
+    from fusednorm.transformers.replacing import constant
+    import torch
+    def one(): pass
+    def other(): pass
+    print(vars(constant(one)) == vars(torch.compiler.assume_constant_result(other)) != {})
+    """
+    assert printed_by(code) == "False\nTrue\n"
 
 
 def test_public_names():

@@ -6,8 +6,6 @@ Never a crash, never an operand left out. Calls are made three times: the first 
 import contextlib
 import os
 import re
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -32,6 +30,7 @@ from every_operation import (
     without_outputs,
     written_by,
 )
+from processes import python
 
 import fusednorm
 
@@ -359,7 +358,6 @@ def test_large_results_are_written_to_huge_pages():
     tests = Path(__file__).parents[1]
     program = HUGE.format(paths=[str(tests), str(tests / "operations")], names=names)
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000", "FUSEDNORM_BACKEND": "cpu"}
-    run = [sys.executable, "-P", "-c", program]
-    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=300)
+    done = python("-c", program, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""

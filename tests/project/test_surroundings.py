@@ -14,8 +14,10 @@ import sys
 import textwrap
 from pathlib import Path
 
+import processes
 import pytest
 import torch
+from processes import printed_by
 
 import fusednorm
 from fusednorm import __main__ as command
@@ -40,13 +42,13 @@ print(fusednorm.explain(x).backend, y.view(torch.int32).sum().item(), total.view
 
 
 def python(code, *, modules=(), **environment):
-    """Runs a program, without some modules; with these variables, and none else of those that fusednorm looks at."""
+    """Runs a program, without some modules; with these variables, and none else of those that fusednorm reads."""
     hide = "".join(f"import sys; sys.modules[{name!r}] = None\n" for name in modules)
-    clean = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-    run = [sys.executable, "-P", "-c", hide + textwrap.dedent(code)]
-    done = subprocess.run(run, env={**clean, **environment}, capture_output=True, timeout=120)
-    assert done.returncode == 0, done.stderr.decode(errors="replace")
-    return done.stdout.decode()
+    others = {*VARIABLES} - {"OMP_NUM_THREADS"}  # of which fusednorm hears from torch
+    clean = {name: value for name, value in os.environ.items() if name not in others}
+    done = processes.python("-c", hide + textwrap.dedent(code), env=clean | environment, fresh=bool(modules))
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.fixture
@@ -117,8 +119,7 @@ def test_it_is_warned_of_once_at_import():
 def test_torch_without_numpy_is_not_announced():
     """By a program that imports fusednorm first, as the commands do."""
     code = "import sys; sys.modules['numpy'] = None\nimport fusednorm, torch\nfusednorm.rms_norm(torch.ones(2, 8))"
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
-    assert done.stderr == ""
+    printed_by(code, fresh=True)
 
 
 @pytest.mark.parametrize("value", ["no", "2", "é", "\udcff"])
@@ -362,5 +363,5 @@ leaf = x.clone().requires_grad_()
 fusednorm.rms_norm(leaf, weight).sum().backward()
 assert torch.ops.fusednorm.scale(x.to("meta"), 2.0).is_meta
 """
-    done = subprocess.run([sys.executable, "-P", "-W", "ignore", "-c", code], capture_output=True, text=True)
+    done = processes.python("-W", "ignore", "-c", code)
     assert done.returncode == 0, done.stderr

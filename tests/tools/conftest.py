@@ -1,10 +1,10 @@
 """Commands, in this process and in one of their own."""
 
 import os
-import subprocess
 import sys
 
 import pytest
+from processes import python
 
 from fusednorm.__main__ import main
 
@@ -29,7 +29,6 @@ def run():
 
     def call(*arguments, **environment):
         clean = {k: v for k, v in os.environ.items() if not k.startswith("FUSEDNORM_")}
-        command = [sys.executable, "-P", "-m", "fusednorm", *arguments]
-        return subprocess.run(command, env={**clean, **environment}, capture_output=True, text=True)
+        return python("-m", "fusednorm", *arguments, env=clean | environment)
 
     return call

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from processes import printed_by, python
 from rich.console import Console
 
 import fusednorm
@@ -391,16 +392,14 @@ def test_a_reader_that_leaves_is_no_fault(arguments):
 )
 def test_questions_about_the_commands_need_no_torch(arguments):
     """Its import takes seconds."""
-    asked = [sys.executable, "-P", "-X", "importtime", "-m", "fusednorm", *arguments]
-    found = subprocess.run(asked, capture_output=True, text=True)
+    found = python("-X", "importtime", "-m", "fusednorm", *arguments)
     assert re.search(r"\| +torch$", found.stderr, re.M) is None
     assert found.returncode == (0 if arguments[-1] in ("--help", "--version") else 2), found.stderr
     assert "fusednorm" in found.stdout or "error: " in found.stderr
 
 
 def test_a_program_that_imports_fusednorm_keeps_its_arguments():
-    run = [sys.executable, "-c", "import fusednorm, sys; print(sys.argv[1:])", "--help"]
-    assert subprocess.run(run, capture_output=True, text=True).stdout == "['--help']\n"
+    assert printed_by("import fusednorm, sys; print(sys.argv[1:])", "--help") == "['--help']\n"
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from processes import printed_by, python
 
 import fusednorm
 from fusednorm.conformance import golden, plugin
@@ -27,8 +28,8 @@ def install(source, folder):
 def certify(folder, certificate, *arguments):
     """`python -m fusednorm conformance` where that folder's packages are installed."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("FUSEDNORM_", "PYTEST_", "TRITON_"))}
-    command = [sys.executable, "-P", "-m", "fusednorm", "conformance", "--certificate", certificate, *arguments]
-    done = subprocess.run(command, cwd=folder, env=clean | {"PYTHONPATH": str(folder)}, capture_output=True, text=True)
+    command = ("-m", "fusednorm", "conformance", "--certificate", certificate, *arguments)
+    done = python(*command, cwd=folder, env=clean | {"PYTHONPATH": str(folder)})
     return done, json.loads(certificate.read_text()) if certificate.exists() else None
 
 
@@ -72,13 +73,7 @@ def test_one_wrong_bit_is_caught_and_named(tmp_path):
     assert "1025" in first["message"]
     assert "[0, 1024]" in first["message"]
     assert first["script"] in done.stdout
-    shown = subprocess.run(
-        [sys.executable, "-P", "-c", first["script"]],
-        env=os.environ | {"PYTHONPATH": str(packages)},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    shown = printed_by(first["script"], PYTHONPATH=str(packages))
     got, _, _, wanted = [word for word in shown.split() if word.startswith("0x") or word in ("instead", "of")]
     assert int(got, 16) ^ int(wanted, 16) == 1
 

@@ -2,7 +2,6 @@
 
 import json
 import runpy
-import subprocess
 import sys
 from importlib import import_module
 from importlib.util import find_spec
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import python
 
 from fusednorm.tools.measure.workloads import GRADIENTS, every_measured
 
@@ -17,7 +17,7 @@ SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 
 
 def run(*arguments):
-    done = subprocess.run([sys.executable, "-P", *map(str, arguments)], capture_output=True, text=True, timeout=300)
+    done = python(*arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
