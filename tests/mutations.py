@@ -6,6 +6,11 @@ Each mutant is a copy of the repository with one text replaced, installed over t
 must then fail. Exit status 1 if a mutant survives, or if a test that notices a mutant fails without one too. `--only
 TEXT` runs the mutants whose description contains the text; it may be given several times.
 
+    tox -e mutations -- --self-check --only TEXT
+
+shows mutants of kernels to the first calls of a process alone, where backends prove themselves (tests/first_calls.py).
+Survivors are no failure: some show in other rows, in parts of rows or in many threads only.
+
     tox -e mutations -- --python fusednorm/calls/checks.py:40-90 -- tests/operations/test_bad_operands.py
 
 makes mechanical mutants of one Python file, or of some of its lines, and shows them to the tests that are given.
@@ -35,6 +40,8 @@ FILES = ("pyproject.toml", "tox.ini", "README.md", "LICENSE")
 OF_OPERATIONS = ("Norm_before_add", "Affine", "Gated", "Norm_gated", "Quantized", "Rotation", "Log_prob")
 #: Tests of these files take vLLM.
 OF_VLLM = ("Vllm_attention", "Vllm_layers", "Vllm_products")
+#: Files of kernels.
+KERNELS = ("backends/triton/kernels/", "cpu/kernels/", "cpu/machine/", "csrc/")
 
 
 def misplaced(mutants=MUTANTS):
@@ -68,7 +75,7 @@ def build(mutant, folder):
     subprocess.run((sys.executable, "-m", *install), check=True)
 
 
-def run_tests(folder, backend, tests, capability="90"):
+def run_tests(folder, backend, tests, capability="90", **environment):
     """Runs tests until one fails; on one backend if it has a name, of CUDA's as a GPU of this capability."""
     # Without TOX_WORK_DIR the kernels of a mutant are not kept.
     clean = {k: v for k, v in os.environ.items() if not k.startswith("FUSEDNORM_") and k != "TOX_WORK_DIR"}
@@ -81,12 +88,19 @@ def run_tests(folder, backend, tests, capability="90"):
     command = (sys.executable, "-P", "-m", *options, *tests)
     if backend == "cuda":  # -s: the last words of a process that dies are not lost
         command = (folder / "tests/machines/emulation/ptx", "cuda", "--sm", capability, "--", *command, "-s")
-    return subprocess.run(command, env=clean, capture_output=True, text=True)
+    return subprocess.run(command, env=clean | environment, capture_output=True, text=True)
 
 
 def of_tests(name, folder=ROOT):
     """The files of tests that a description names."""
     return list(folder.glob(f"tests/**/test_{name.lower()}.py")) if name[0].isupper() else []
+
+
+def in_first_calls(folder, mutant):
+    """The first call in which a backend does not prove itself; None if there is none."""
+    backend = mutant.backend or ("triton" if "triton" in mutant.file else "cpu")
+    done = run_tests(folder, backend, [str(folder / "tests/first_calls.py")], FUSEDNORM_SELF_CHECK="first")
+    return failure(done)
 
 
 def first_failure(folder, mutant):
@@ -115,6 +129,11 @@ def first_failure(folder, mutant):
     done = run_tests(folder, mutant.backend, dict.fromkeys(map(str, [*first, *others])))
     if mutant.backend == "cuda" and done.returncode == 0:  # older GPUs round to 8 bits in integers
         done = run_tests(folder, "cuda", [f"{kit}golden"], capability="80")
+    return failure(done)
+
+
+def failure(done):
+    """The test that failed, or how the tests ended; None if all passed."""
     if done.returncode == 0 and " passed" in done.stdout:
         return None
     found = [line for line in done.stderr.splitlines() if line.startswith("executed PTX:")]
@@ -131,6 +150,7 @@ def first_failure(folder, mutant):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", action="append", default=[])
+    parser.add_argument("--self-check", action="store_true")
     parser.add_argument("--python", metavar="FILE[:FIRST-LAST]")
     parser.add_argument("tests", nargs="*")
     options = parser.parse_args()
@@ -138,6 +158,8 @@ def main():
         return int(mechanical.run(options.python, options.tests) > 0)
     only = options.only or [""]
     chosen = [m for m in MUTANTS if any(text in m.fault for text in only)]
+    if options.self_check:
+        chosen = [mutant for mutant in chosen if mutant.file.startswith(KERNELS)]
     if find_spec("vllm") is None and (left := [m for m in chosen if m.fault.startswith(OF_VLLM)]):
         print(f"{len(left)} mutants take vLLM: tox -e mutations-vllm")
         chosen = [mutant for mutant in chosen if mutant not in left]
@@ -148,7 +170,7 @@ def main():
         folder = Path(name)
         for mutant in chosen:
             build(mutant, folder)
-            killer = first_failure(folder, mutant)
+            killer = (in_first_calls if options.self_check else first_failure)(folder, mutant)
             survivors += killer is None
             if killer and "::" in killer:
                 killers.add((mutant.backend, killer.partition("[")[0]))
@@ -159,7 +181,7 @@ def main():
     for test in broken:
         print(f"{test} fails without a mutant too, and shows nothing")
     print(f"{len(chosen) - survivors} of {len(chosen)} mutants caught")
-    return int(bool(survivors or broken))
+    return int(bool(broken or (survivors and not options.self_check)))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,51 @@
+"""The first calls of each kind, where backends prove themselves: `mutations.py --self-check` shows them its mutants.
+
+A test fails where a backend was found to have other bits than the reference. Without a mutant none may be.
+"""
+
+import pytest
+import torch
+from every_operation import DIFFERENTIATED, FUNCTIONS, MORE, clones, function_of, gradients, recorded
+
+import fusednorm
+from fusednorm.engine import self_check
+
+pytestmark = pytest.mark.filterwarnings("error:the backend '.*' has other bits than the reference here:RuntimeWarning")
+
+EVERY = {name: (function_of(name), operands) for name, operands in FUNCTIONS.items()} | MORE
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu2", "sigmoid")
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_each_function(name):
+    function, operands = EVERY[name]
+    function(**clones(operands))
+
+
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+def test_gradients(name):
+    outputs, leaves = recorded(name)
+    gradients(outputs, leaves)
+
+
+@pytest.mark.parametrize("hidden", [31, 128, 1500, 4096])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def test_rows(dtype, hidden):
+    generator = torch.Generator().manual_seed(hidden)
+    x, residual = torch.randn(2, 20, hidden, generator=generator).to(dtype)
+    weight = x[0].clone()
+    fusednorm.rms_norm(x, weight)
+    fusednorm.fused_add_rms_norm(x, residual, weight)
+    fusednorm.layer_norm(x, weight, weight)
+    fusednorm.rms_norm_gated(x, residual, weight)
+    fusednorm.log_softmax(x)
+    for activation in ACTIVATIONS:
+        fusednorm.gate(x, residual, activation=activation)
+    leaf = x.clone().requires_grad_()
+    outputs = fusednorm.fused_add_rms_norm(leaf, residual, weight), fusednorm.gate(leaf, residual)
+    torch.autograd.grad(outputs[0][0].sum() + outputs[1].sum(), leaf)
+
+
+def test_calls_were_compared():
+    assert sum(map(len, self_check.compared.values())) > 100
