@@ -294,23 +294,32 @@ def select(operation: Operation) -> tuple[Chosen | None, Explanation]:
     """
     explanation = choose(operation)
     name = explanation.backend
-    backend: Any = _proving_itself(name)
-    if name not in NAMES:
-        backend = FirstCalls(name, backend)
-    elif (other := getattr(load(name), "MEANWHILE", None)) is not None:
-        backend = Meanwhile(backend, _proving_itself(other), partial(_takes, other))
-    chosen: Chosen | None = Composition(backend, explanation.parts) if explanation.parts else backend
+    chosen: Chosen | None
     if explanation.by_formula:
         chosen = None
+    elif name not in NAMES:
+        chosen = _composed(FirstCalls(name, load(name)), explanation.parts)
+    elif (other := getattr(load(name), "MEANWHILE", None)) is not None:
+        both = Meanwhile(_proving_itself(name), _proving_itself(other), partial(_takes, other))
+        chosen = _composed(both, explanation.parts)
+    else:
+        chosen = _proving_itself(name, explanation.parts)
     _selected[explanation.request, operation] = chosen
     return chosen, explanation
 
 
-def _proving_itself(name: str) -> Any:
-    """A backend, which is compared with the reference first where no test of ours has run."""
-    if name not in NAMES or not self_check.wanted(name):
-        return load(name)
-    return SelfChecked(name, load(name), _refuse)
+def _composed(backend: Any, parts: tuple[RMSNorm, ...]) -> Any:
+    """A backend, which serves an operation by its parts if there are some."""
+    return Composition(backend, parts) if parts else backend
+
+
+def _proving_itself(name: str, parts: tuple[RMSNorm, ...] = ()) -> Any:
+    """A backend, which is compared with the reference first where no test of ours has run.
+
+    So are torch's operations on its device, between the parts.
+    """
+    backend = _composed(load(name), parts)
+    return SelfChecked(name, backend, _refuse) if self_check.wanted(name) else backend
 
 
 def serving(operation: RMSNorm, step: Step, select_rows: Callable[[RMSNorm], Chosen]) -> Chosen | None:

@@ -14,7 +14,7 @@ from fusednorm.backends import cpu
 from fusednorm.calls import fast_path
 from fusednorm.calls import self_check as setting
 from fusednorm.calls.call import Call, Forward
-from fusednorm.engine import choose, requested, self_check
+from fusednorm.engine import choose, requested, self_check, substitutes
 
 pytestmark = pytest.mark.compiled
 
@@ -129,6 +129,27 @@ def test_a_wrong_kernel_is_found_at_its_first_use(name, monkeypatch):
     for results in found:
         assert all(torch.equal(a, b) for a, b in zip(results, wanted, strict=True))
     assert not all(self_check.compared["cpu"].values())
+
+
+BETWEEN = {
+    "rounded": lambda: fusednorm.fused_add_rms_norm(X, Y.half(), WEIGHT, residual_dtype=torch.bfloat16),
+    "scaled": lambda: fusednorm.fused_add_rms_norm(X, Y, WEIGHT, x_scale=0.3),
+    "added": lambda: fusednorm.rms_norm_add(X, Y, WEIGHT),
+}
+
+
+@pytest.mark.parametrize("step", BETWEEN)
+def test_a_step_of_torch_between_kernels_is_compared_too(step, monkeypatch):
+    """Those of another device, which may flush what is subnormal."""
+    call, right = BETWEEN[step], getattr(substitutes.reference, step)
+    with fusednorm.use_backend("reference"):
+        wanted = of(call())
+    monkeypatch.setattr(cpu, "unsuitable", lambda norm: ["in parts"] * any((norm.first, norm.around)))
+    steps = {**vars(substitutes.reference), step: lambda *given: right(*given).mul_(1.01)}
+    monkeypatch.setattr(substitutes, "reference", SimpleNamespace(**steps))
+    with pytest.warns(RuntimeWarning, match="has other bits than the reference here"):
+        found = of(call())
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def test_a_wrong_gradient_is_found(monkeypatch):
