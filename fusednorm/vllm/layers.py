@@ -1,8 +1,9 @@
 """Classes in place of vLLM's layers: gates, gated norms, rotations, LayerNorm and Gemma's norm, on CPUs.
 
-vLLM has no operation of its IR for them. It has a table of classes that it makes objects of in place of its own
-(``CustomOp.register_oot``). A class here inherits from vLLM's, and only ``forward_cpu`` differs: vLLM calls it unless
-its option ``custom_ops`` disables the layer. Compiled models disable all layers that the option does not enable.
+vLLM has no operation of its IR for them. It has two tables of classes that it makes objects of in place of its own
+(``CustomOp.register_oot``): of its layers, and of those that know no hardware (VLLM_USE_HW_AGNOSTIC). A class here
+inherits from vLLM's, and only ``forward_cpu`` differs: it is called unless vLLM's option ``custom_ops`` disables the
+layer. Compiled models disable all layers that the option does not enable.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ def _rms_norm_step(vllms: Any, layer: Any, of_model: Roundings) -> tuple[str, di
     flags = ROUNDINGS.get(first)
     if flags is None or layer.variance_size_override is not None:
         return None
-    return _norm_or_sum(layer, flags, round_norm=flags["round_norm"] and layer.pass_weight)
+    return _norm_or_sum(layer, flags, round_norm=flags["round_norm"] and layer.has_weight)
 
 
 def _norm_or_sum(layer: Any, roundings: Mapping[str, Any], **flags: Any) -> tuple[str, dict[str, Any]]:
@@ -160,6 +161,13 @@ def _rms_norm(layer: Any, flags: dict[str, Any], x: Tensor, residual: Tensor | N
     """Notes whether the norm is one of sums, and lets vLLM's provider compute it."""
     if not torch.compiler.is_compiling():
         layer.__dict__["_fusednorm_summed"] = residual is not None
+
+
+def _agnostic_rms_norm(vllms: Any, layer: Any, flags: dict[str, Any], x: Tensor, residual: Tensor | None = None) -> Any:
+    """The layer that knows no hardware, by the operations of the IR, so that their order of preference decides."""
+    _rms_norm(layer, flags, x, residual)
+    given = layer.weight.data if layer.has_weight else None, layer.variance_epsilon, layer.variance_size_override
+    return vllms.rms_norm(x, *given) if residual is None else vllms.fused_add_rms_norm(x, residual, *given)
 
 
 def _gemma_rms_norm_step(vllms: Any, layer: Any, of_model: Roundings) -> tuple[str, dict[str, Any]] | None:
@@ -294,6 +302,8 @@ class Layer:
     by_provider: bool = False
     #: Whether it makes a table of cosines and sines when it is made.
     tables: bool = False
+    #: The package of vLLM that has its module and, beside them, the table of classes.
+    package: str = "vllm.model_executor"
 
 
 def _layers() -> list[Layer]:
@@ -312,11 +322,13 @@ def _layers() -> list[Layer]:
         "cos_sin_cache": table,
         "_match_cos_sin_cache_dtype": lambda query: table,
     }
-    operation = {"variance_size_override": None, "pass_weight": True, "pass_weight_add": True}
+    operation = {"variance_size_override": None, "has_weight": True, "pass_weight": True, "pass_weight_add": True}
     plain = {"weight": of_row, "variance_epsilon": 1e-6, **operation}
     of_layer_norm = {"weight": of_row, "bias": weight[1], "eps": 1e-5, "normalized_shape": (256,)}
     gemma, positions = {"weight": weight[0], "variance_epsilon": 1e-6}, torch.arange(16, device="cpu")
     of_rms_norm = partial(_rms_norm_step, vllms), _rms_norm
+    agnostic = {"package": "vllm.model_executor.hw_agnostic"}
+    of_agnostic_norm = partial(_rms_norm_step, vllms), partial(_agnostic_rms_norm, vllms)
     of_gemma = partial(_gemma_rms_norm_step, vllms), partial(_gemma_rms_norm, vllms)
     oai = {"alpha": 1.702, "limit": 7.0}
     mixer = "mamba.mamba_mixer2", "Mixer2RMSNormGated"
@@ -346,6 +358,8 @@ def _layers() -> list[Layer]:
         Layer("layernorm", "LayerNorm", _layer_norm_step, _layer_norm, of_layer_norm, (x,)),
         Layer("layernorm", "RMSNormGated", _rms_norm_gated_step, _rms_norm_gated, gated_norm, (x, z)),
         Layer("layernorm", "GemmaRMSNorm", *of_gemma, gemma, (x, z), by_provider=True),
+        Layer("layernorm", "RMSNorm", *of_agnostic_norm, plain, (x, z), by_provider=True, **agnostic),
+        Layer("activation", "SiluAndMul", _silu_and_mul_step, _silu_and_mul, {}, (z,), within=True, **agnostic),
         Layer(*mixer, _norm_of_gated_step, _norm_of_gated, {"weight": of_row, **groups}, (x, z)),
         Layer(
             *("rotary_embedding", "RotaryEmbedding", *rotation, rotary, (positions, x, z)),
@@ -399,45 +413,40 @@ def replace_in_workers(platform: Any, replace: Callable[[], None]) -> None:
 
 
 def replace(contract: str, exact: bool) -> None:
-    """Registers classes in place of vLLM's layers, and logs which.
+    """Registers classes in place of vLLM's layers. The log names each when the model makes the first one.
 
     Args:
         contract: whose roundings the layers have.
         exact: whether tables of rotations have the same bits on every processor, as products have.
     """
-    replaced, left = _replaced(contract, exact)
-    names = ", ".join(replaced) or "none"
-    say(f"computes these layers of vLLM where a model has them: {names}")
-    for reason in left:
+    for reason in _replaced(contract, exact):
         warn_left(f"a layer of vLLM as it was: {reason}")
 
 
-def _replaced(contract: str, exact: bool) -> tuple[list[str], list[str]]:
-    """Registers a class for each of vLLM's layers that is as known.
-
-    Returns:
-        The names of the classes that are replaced, and for each of the others the reason.
-    """
-    from vllm.model_executor.custom_op import CustomOp, op_registry_oot
-
-    replaced, left = [], []
+def _replaced(contract: str, exact: bool) -> list[str]:
+    """Registers a class for each of vLLM's layers that is as known; returns for each of the others the reason."""
+    left = []
     for layer in _layers():
         found, reason = _found(layer)
         if reason:
             left.append(reason)
             continue
+        custom_op = importlib.import_module(f"{layer.package}.custom_op")
         for cls in (found, *(_heirs(found) if layer.heirs else ())):
-            if cls.__name__ in op_registry_oot:
+            if cls.__name__ in custom_op.op_registry_oot:
                 left.append(f"another plug-in replaces {cls.__name__}")
                 continue
-            CustomOp.register_oot(name=cls.__name__)(ours := _class(cls, layer, contract, exact))
+            custom_op.CustomOp.register_oot(name=cls.__name__)(ours := _class(cls, layer, contract, exact))
             ours.name = cls.name  # by which the option `custom_ops` knows it
-            replaced.append(cls.__name__)
-    return replaced, left
+    return left
+
+
+#: Says what a layer is computed by, once.
+_say_once = cache(say)
 
 
 def _class(cls: Any, layer: Layer, contract: str, exact: bool = False) -> Any:
-    theirs = cls.forward_cpu
+    theirs = getattr(cls, "forward_cpu", cls.forward_native)
 
     def init(self: Any, *arguments: Any, **keywords: Any) -> None:
         from vllm.config import get_current_vllm_config
@@ -449,6 +458,8 @@ def _class(cls: Any, layer: Layer, contract: str, exact: bool = False) -> Any:
         if self._enforce_enable or self.enabled():
             self._forward_method = self.forward_cpu  # some of vLLM's classes put their `forward_native` here
         self._fusednorm_prepare(of_model(contract, get_current_vllm_config()))
+        if (step := self._fusednorm_step) is not None and self._forward_method == self.forward_cpu:
+            _say_once(f"computes {cls.__module__}.{cls.__name__} by {step[0] or 'the provider'}")
 
     def prepare(self: Any, roundings: Roundings) -> None:
         """Keeps the step. A provider's depends on vLLM's order of preference, which may change."""
@@ -493,7 +504,7 @@ def _found(layer: Layer) -> tuple[Any, str]:
     """
     from vllm.ir import ops as vllms
 
-    module = f"vllm.model_executor.layers.{layer.module}"
+    module = f"{layer.package}.layers.{layer.module}"
     name = f"{module}.{layer.name}"
     try:
         cls = getattr(importlib.import_module(module), layer.name)
@@ -516,7 +527,7 @@ def _called(cls: Any, layer: Layer) -> tuple[Tensor, ...]:
     vars(made).update(layer.attributes)
     if hasattr(cls, "_fusednorm_prepare"):
         made._fusednorm_prepare(of(VLLM))
-    results = made.forward_cpu(*(t.clone() for t in layer.arguments))
+    results = getattr(made, "forward_cpu", made.forward_native)(*(t.clone() for t in layer.arguments))
     return results if isinstance(results, tuple) else (results,)
 
 

@@ -19,14 +19,19 @@ def vllms(monkeypatch):
     import vllm.kernels  # noqa: F401 - adds vLLM's own providers
     from vllm.ir import ops
     from vllm.model_executor import custom_op
+    from vllm.model_executor.hw_agnostic import custom_op as agnostic
     from vllm.model_executor.layers import linear, vocab_parallel_embedding
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends import registry
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
     from vllm.v1.sample.sampler import Sampler
 
+    from fusednorm.vllm import layers
+
     monkeypatch.delenv("FUSEDNORM_VLLM", raising=False)
-    monkeypatch.setattr(custom_op, "op_registry_oot", {})
+    for of_layers in (custom_op, agnostic):
+        monkeypatch.setattr(of_layers, "op_registry_oot", {})
+    layers._say_once.cache_clear()
     platform = type(current_platform)
     # Also says that there is nothing of ours yet.
     for name in ("get_default_ir_op_priority", "import_ir_kernels"):

@@ -73,7 +73,6 @@ def test_replaced(vllms, said):
     # These compute by methods of their own.
     own = {"FourierRotaryEmbedding", "Ernie4_5_VLRotaryEmbedding", "MRotaryEmbeddingInterleaved"}
     assert not replaced().keys() & own
-    assert f"computes these layers of vLLM where a model has them: {', '.join(replaced())}" in said.text
     assert not [record for record in said.records if record.levelno > logging.INFO]
     # The option `custom_ops` knows them by vLLM's names.
     assert {cls.name for name, cls in replaced().items() if "RotaryEmbedding" in name} == {"rotary_embedding"}
@@ -99,6 +98,78 @@ def test_processes_that_make_no_model_load_no_layer():
     environment = {**os.environ, "FUSEDNORM_VLLM": "vllm"}
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, env=environment)
     assert done.stdout.splitlines()[-2:] == ["added fusednorm", "loads the layers True"], done.stdout + done.stderr
+
+
+def test_the_log_names_the_layers_that_a_model_has(vllms, said):
+    """Once each, and not those that `custom_ops` disables."""
+    from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
+
+    register()
+    assert "computes" not in said.text
+    vllms.compilation_config.custom_ops = ["all", "-gelu_and_mul"]
+    made = SiluAndMul(), SiluAndMul(), GeluAndMul()
+    lines = [record.getMessage().partition(": ")[2] for record in said.records if "computes" in record.getMessage()]
+    assert lines == ["computes vllm.model_executor.layers.activation.SiluAndMul by silu_and_mul"]
+    assert made[2]._forward_method != made[2].forward_cpu
+
+
+def test_layers_that_know_no_hardware(vllms, said):
+    """vLLM has another table for them; the norm is the provider's that vLLM prefers."""
+    from vllm.ir import ops
+    from vllm.model_executor.hw_agnostic.layers.activation import get_act_and_mul_fn
+    from vllm.model_executor.hw_agnostic.layers.layernorm import RMSNorm
+
+    theirs = RMSNorm(256, 1e-5), get_act_and_mul_fn("silu")
+    register()
+    norm, gate = RMSNorm(256, 1e-5), get_act_and_mul_fn("silu")
+    assert isinstance(norm, RMSNorm)
+    assert [type(layer).__name__ for layer in (norm, gate)] == ["FusednormRMSNorm", "FusednormSiluAndMul"]
+    assert "computes vllm.model_executor.hw_agnostic.layers.layernorm.RMSNorm by the provider" in said.text
+    x, residual, weight = torch.randn(5, 256).bfloat16(), torch.randn(5, 256).bfloat16(), torch.rand(256).bfloat16()
+    for layer in (norm, theirs[0]):
+        layer.weight.data = weight
+    with (
+        ops.rms_norm.set_priority(["fusednorm", "native"]),
+        ops.fused_add_rms_norm.set_priority(["fusednorm", "native"]),
+    ):
+        assert torch.equal(norm(x), fusednorm.rms_norm(x, weight, 1e-5, round_norm=True))
+        wanted = fusednorm.fused_add_rms_norm(x, residual, weight, 1e-5, round_sum=False, round_norm=True)
+        given = x.clone(), residual.clone()
+        assert all(map(torch.equal, norm(*given), wanted))
+        assert all(map(torch.equal, given, (x, residual)))
+        assert differing(norm(x), theirs[0](x)) < 0.01
+    assert torch.equal(gate(x), fusednorm.silu_and_mul(x))
+    assert differing(gate(x), theirs[1](x)) < 0.01
+
+
+#: What vLLM lets others replace in these modules and fusednorm does not: it has no such function, or vLLM's is as fast.
+LEFT = {"gelu", "gelu_fast", "gelu_new", "gelu_tanh", "quick_gelu", "xielu"}
+LEFT |= {"fatrelu_and_mul", "gelu_and_mul_sparse", "situ_and_mul", "dual_chunk_rotary_embedding"}
+REPLACED = {"silu_and_mul", "mul_and_silu", "gelu_and_mul", "silu_and_mul_with_clamp", "swigluoai_and_mul", "relu2"}
+REPLACED |= {
+    "swiglustep_and_mul",
+    "rms_norm",
+    "gemma_rms_norm",
+    "layer_norm",
+    "rms_norm_gated",
+    "mixer2_gated_rms_norm",
+}
+REPLACED |= {"rotary_embedding", "apply_rotary_emb"}
+
+
+def test_what_vllm_lets_others_replace_is_in_the_table(vllms):
+    """docs/vllm.md. A name that vLLM adds is looked at, and one that it moves is not lost."""
+    from vllm.ir import ops
+    from vllm.model_executor.custom_op import op_registry
+    from vllm.model_executor.hw_agnostic.custom_op import op_registry as agnostic
+
+    register()
+    modules = tuple({f"{layer.package}.layers.{layer.module}" for layer in layers._layers()})
+    found = {name for name, cls in op_registry.items() if cls.__module__.startswith(modules)}
+    assert found - {"mamba_mixer2"} - LEFT == {cls.name for cls in replaced().values()} == REPLACED
+    assert found > LEFT - {"dual_chunk_rotary_embedding"}
+    assert set(agnostic) == {"rms_norm", "silu_and_mul"}
+    assert set(ops.__all__) == {"rms_norm", "fused_add_rms_norm", "gelu_and_mul_sparse"}
 
 
 @pytest.mark.parametrize(("setting", "device"), [("off", "cpu"), ("vllm", "cuda"), ("vllm,gpu", "cuda")])
