@@ -327,7 +327,7 @@ def _layers() -> list[Layer]:
     of_layer_norm = {"weight": of_row, "bias": weight[1], "eps": 1e-5, "normalized_shape": (256,)}
     gemma, positions = {"weight": weight[0], "variance_epsilon": 1e-6}, torch.arange(16, device="cpu")
     of_rms_norm = partial(_rms_norm_step, vllms), _rms_norm
-    agnostic = {"package": "vllm.model_executor.hw_agnostic"}
+    agnostic = "vllm.model_executor.hw_agnostic"
     of_agnostic_norm = partial(_rms_norm_step, vllms), partial(_agnostic_rms_norm, vllms)
     of_gemma = partial(_gemma_rms_norm_step, vllms), partial(_gemma_rms_norm, vllms)
     oai = {"alpha": 1.702, "limit": 7.0}
@@ -358,8 +358,8 @@ def _layers() -> list[Layer]:
         Layer("layernorm", "LayerNorm", _layer_norm_step, _layer_norm, of_layer_norm, (x,)),
         Layer("layernorm", "RMSNormGated", _rms_norm_gated_step, _rms_norm_gated, gated_norm, (x, z)),
         Layer("layernorm", "GemmaRMSNorm", *of_gemma, gemma, (x, z), by_provider=True),
-        Layer("layernorm", "RMSNorm", *of_agnostic_norm, plain, (x, z), by_provider=True, **agnostic),
-        Layer("activation", "SiluAndMul", _silu_and_mul_step, _silu_and_mul, {}, (z,), within=True, **agnostic),
+        Layer("layernorm", "RMSNorm", *of_agnostic_norm, plain, (x, z), by_provider=True, package=agnostic),
+        Layer("activation", "SiluAndMul", _silu_and_mul_step, _silu_and_mul, {}, (z,), within=True, package=agnostic),
         Layer(*mixer, _norm_of_gated_step, _norm_of_gated, {"weight": of_row, **groups}, (x, z)),
         Layer(
             *("rotary_embedding", "RotaryEmbedding", *rotation, rotary, (positions, x, z)),
