@@ -419,26 +419,18 @@ def replace(contract: str, exact: bool) -> None:
         contract: whose roundings the layers have.
         exact: whether tables of rotations have the same bits on every processor, as products have.
     """
-    for reason in _replaced(contract, exact):
-        warn_left(f"a layer of vLLM as it was: {reason}")
-
-
-def _replaced(contract: str, exact: bool) -> list[str]:
-    """Registers a class for each of vLLM's layers that is as known; returns for each of the others the reason."""
-    left = []
     for layer in _layers():
         found, reason = _found(layer)
         if reason:
-            left.append(reason)
+            warn_left(f"a layer of vLLM as it was: {reason}")
             continue
         custom_op = importlib.import_module(f"{layer.package}.custom_op")
         for cls in (found, *(_heirs(found) if layer.heirs else ())):
             if cls.__name__ in custom_op.op_registry_oot:
-                left.append(f"another plug-in replaces {cls.__name__}")
+                warn_left(f"a layer of vLLM as it was: another plug-in replaces {cls.__name__}")
                 continue
             custom_op.CustomOp.register_oot(name=cls.__name__)(ours := _class(cls, layer, contract, exact))
             ours.name = cls.name  # by which the option `custom_ops` knows it
-    return left
 
 
 #: Says what a layer is computed by, once.
