@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 #: In the order in which one may know the ones before it.
 ROOMS = ("calls", "declare", "reference", "backends", "engine", "torch_ops", "operations")
 ROOMS += ("clients", "conformance", "tools")
-CLIENTS = ("compat", "transformers", "vllm", "onnx", "onnx_limits", "onnx_operators", "accelerate")
+CLIENTS = ("compat", "transformers", "vllm", "sglang", "onnx", "onnx_limits", "onnx_operators", "accelerate")
 
 #: Public names that modules outside of all rooms hand on.
 HANDED_ON = {
