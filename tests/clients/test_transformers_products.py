@@ -22,6 +22,8 @@ from fusednorm.transformers.products import PatchedConv1D, PatchedProduct
 
 transformers = pytest.importorskip("transformers", reason="the tox environment `transformers` installs it")
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed in (v|version ):FutureWarning")
+
 aten = torch.ops.aten
 
 #: Configuration class, its arguments beside those of small_models.py, products, tables.

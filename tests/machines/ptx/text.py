@@ -220,6 +220,7 @@ class Reader:
             guard, _, statement = statement.partition(" ")
             negated, predicate = guard[1] == "!", self.register(guard.lstrip("@!"))
         name, _, rest = statement.partition(" ")
+        name = name.replace(".shared::cta", ".shared")  # two names of a block's own
         operands = split(rest)
         self.refuse(name, operands)
         how = read_as(name)
