@@ -58,7 +58,7 @@ IN_CPP = (
 )
 
 #: C++ names do not say what a function returns, so they are used only in versions of torch on which the tests ran.
-_TESTED = ("2.13.", "2.14.")
+_TESTED = ("2.13.", "2.14.", "2.15.")
 
 _PLAIN = (Tensor, torch.nn.Parameter, type(None))
 

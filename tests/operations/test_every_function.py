@@ -31,6 +31,8 @@ import fusednorm
 from fusednorm.calls import fast_path
 from fusednorm.operations.front_door import PUBLIC
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")  # by torch 2.15
+
 functions = pytest.mark.parametrize("name", FUNCTIONS)
 calls = pytest.mark.parametrize("name", CALLS)
 
@@ -278,6 +280,8 @@ def test_one_row_and_no_rows(name):
         assert [(t.shape, bool(t.any())) for t in found] == [(leaf.shape, False) for leaf in leaves]
 
 
+# By torch 2.15, of functions that are called once for each of a batch.
+@pytest.mark.filterwarnings("ignore:There is a performance drop because:UserWarning")
 @pytest.mark.parametrize("name", [*FUNCTIONS, *MORE])
 def test_a_batch_of_calls(name):
     """Has the bits of one call for each entry, whatever the dimension of the batch."""
