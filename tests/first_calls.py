@@ -8,12 +8,15 @@ import torch
 from every_operation import DIFFERENTIATED, FUNCTIONS, MORE, clones, function_of, gradients, recorded
 
 import fusednorm
+from fusednorm import Quantization
 from fusednorm.engine import self_check
 
 pytestmark = pytest.mark.filterwarnings("error:the backend '.*' has other bits than the reference here:RuntimeWarning")
 
 EVERY = {name: (function_of(name), operands) for name, operands in FUNCTIONS.items()} | MORE
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+QUANTIZATIONS = {name: one for name, one in vars(fusednorm.quantizations).items() if isinstance(one, Quantization)}
+QUANTIZATIONS = {name: one for name, one in QUANTIZATIONS.items() if "STATIC" not in name and "TENSOR" not in name}
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu2", "sigmoid")
 
 
@@ -45,6 +48,15 @@ def test_rows(dtype, hidden):
     leaf = x.clone().requires_grad_()
     outputs = fusednorm.fused_add_rms_norm(leaf, residual, weight), fusednorm.gate(leaf, residual)
     torch.autograd.grad(outputs[0][0].sum() + outputs[1].sum(), leaf)
+
+
+@pytest.mark.parametrize("name", QUANTIZATIONS)
+def test_quantizations(name):
+    """Of each library, with a scale for each row or group."""
+    x = torch.randn(20, 256, generator=torch.Generator().manual_seed(9))
+    for dtype in (torch.bfloat16, torch.float32):
+        fusednorm.quantize(x.to(dtype), quantization=QUANTIZATIONS[name])
+        fusednorm.rms_norm_quant(x.to(dtype), x[0].to(dtype), quantization=QUANTIZATIONS[name])
 
 
 def test_calls_were_compared():

@@ -35,7 +35,7 @@ _MOST_PRODUCTS = 1 << 26
 _MIXED = ("attention", "paged_attention")
 
 #: Rows are of so many sorts; fewer rows are generated again, until each sort was there.
-_SORTS = 8
+_SORTS = 9
 
 #: By the backend's name: the kinds of calls that were compared, each with whether the bits were the reference's.
 compared: dict[str, dict[tuple[Any, ...], bool]] = {}
@@ -257,6 +257,7 @@ def _of_sorts(numbers: Tensor, sort: int, dtype: torch.dtype) -> None:
     of(5).mul_(0.0)  # of either sign
     of(6).mul_(256).round_().mul_((1 + info.eps / 2) / 256)
     of(7).mul_(40)  # exponentials of such numbers are subnormal, or end
+    of(8)[:, -1] = -torch.inf  # as masked logits
 
 
 #: Operands that have no rows, though they may have as many parts as there are rows.
