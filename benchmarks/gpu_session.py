@@ -49,7 +49,7 @@ class Step(NamedTuple):
     """A command, and for how many seconds it may run."""
 
     seconds: int
-    #: OUT, DEVICE, BACKENDS and MINUTES (a little less than its seconds) are replaced.
+    #: OUT, DEVICE, NAMES of backends, BACKENDS and MINUTES (a little less than its seconds) are replaced.
     command: tuple[str, ...]
     needs_gpu: bool = True
 
@@ -71,7 +71,7 @@ def sanitized(tool):
 
 KIT_OF = ("-n", "8", "--certificate")
 ON_GPU = ("tests/backends/test_gpu.py", "tests/backends/test_large.py")
-CHECK = (*PYTHON, "-m", "fusednorm", "check", "--report", "OUT/report.json")
+CHECK = (*PYTHON, "-m", "fusednorm", "check", "--backend", "NAMES", "--report", "OUT/report.json")
 TRAIN = (*PYTHON, "benchmarks/train.py", "--device", "DEVICE", "--minutes", "0.1")
 
 #: In this order. `bench` compares bits before it times, so the first times are those of right results.
@@ -157,7 +157,7 @@ def main():
             passed = False
             continue
         minutes = max(seconds - 10, seconds / 2) / 60  # a last measurement takes seconds, and so do the tables
-        words = {"OUT": str(out), "DEVICE": given.device, "MINUTES": f"{minutes:.3f}"}
+        words = {"OUT": str(out), "DEVICE": given.device, "MINUTES": f"{minutes:.3f}", "NAMES": ",".join(backends)}
         command = []
         for part in step.command:
             for word, value in words.items():
