@@ -54,9 +54,14 @@ class Step(NamedTuple):
     needs_gpu: bool = True
 
 
-def tested(seconds, backend, *files):
-    """A step of tests; of many files, in eight processes."""
-    return Step(seconds, (*TEST, backend, *files))
+def kit(seconds, backend):
+    """The step of the conformance kit, in eight processes."""
+    return Step(seconds, (*TEST, backend, "-n", "8", "--certificate", f"OUT/{backend}.json", "--pyargs", KIT))
+
+
+def on_gpu(backend):
+    """The step of the tests that take a GPU: streams, graphs, more than 2^31 elements."""
+    return Step(25, (*TEST, backend, "tests/backends/test_gpu.py", "tests/backends/test_large.py"))
 
 
 def timed(seconds, file, *arguments):
@@ -69,8 +74,6 @@ def sanitized(tool):
     return Step(22, ("compute-sanitizer", "--error-exitcode", "9", "--tool", tool, *TEST, "cuda", "--pyargs", *FEW))
 
 
-KIT_OF = ("-n", "8", "--certificate")
-ON_GPU = ("tests/backends/test_gpu.py", "tests/backends/test_large.py")
 CHECK = (*PYTHON, "-m", "fusednorm", "check", "--backend", "NAMES", "--report", "OUT/report.json")
 TRAIN = (*PYTHON, "benchmarks/train.py", "--device", "DEVICE", "--minutes", "0.1")
 
@@ -78,12 +81,12 @@ TRAIN = (*PYTHON, "benchmarks/train.py", "--device", "DEVICE", "--minutes", "0.1
 STEPS = {
     "doctor": Step(10, (*PYTHON, "-m", "fusednorm", "doctor", "--json"), needs_gpu=False),
     "first": timed(60, "first", "--ops", *FIRST.split(), "--shapes", "2048x4096"),
-    "kit_cuda": tested(90, "cuda", *KIT_OF, "OUT/cuda.json", "--pyargs", KIT),
+    "kit_cuda": kit(90, "cuda"),
     "memcheck": sanitized("memcheck"),
     "racecheck": sanitized("racecheck"),
-    "kit_triton": tested(80, "triton", *KIT_OF, "OUT/triton.json", "--pyargs", KIT),
-    "gpu_cuda": tested(25, "cuda", *ON_GPU),
-    "gpu_triton": tested(25, "triton", *ON_GPU),
+    "kit_triton": kit(80, "triton"),
+    "gpu_cuda": on_gpu("cuda"),
+    "gpu_triton": on_gpu("triton"),
     "check": Step(20, CHECK, needs_gpu=False),
     "steps": timed(50, "steps", "--ops", *OPS.split(), "--shapes", "2048x4096", "--peers", "eager"),
     "host": Step(15, (*PYTHON, "benchmarks/gpu_host_cost.py", "cuda")),

@@ -18,7 +18,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 
 from fusednorm import sglang as plugin
 
-HIDDEN, HEADS, SIZE = 4096, 32, 128
+HIDDEN, SIZE = 4096, 128
 
 
 def layers(rows):

@@ -75,9 +75,7 @@ def _gemma3(layer: Any, x: Tensor, residual: Tensor | None = None) -> Any:
 
 
 def _gemma4(layer: Any, x: Tensor) -> Any:
-    if layer.with_scale:
-        return _with_offset(layer, x, None, layer.eps, layer.scale_shift)
-    return norm.rms_norm(x, None, layer.eps) if _alike(x) else None
+    return _with_offset(layer, x, None, layer.eps, layer.scale_shift) if layer.with_scale else _without_weight(layer, x)
 
 
 def _without_weight(layer: Any, x: Tensor) -> Any:

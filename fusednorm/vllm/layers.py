@@ -433,12 +433,17 @@ def replace(contract: str, exact: bool) -> None:
             ours.name = cls.name  # by which the option `custom_ops` knows it
 
 
+def _forward_of(layer: Any) -> Any:
+    """What a class or an object of vLLM computes by on a CPU."""
+    return getattr(layer, "forward_cpu", layer.forward_native)
+
+
 #: Says what a layer is computed by, once.
 _say_once = cache(say)
 
 
 def _class(cls: Any, layer: Layer, contract: str, exact: bool = False) -> Any:
-    theirs = getattr(cls, "forward_cpu", cls.forward_native)
+    theirs = _forward_of(cls)
 
     def init(self: Any, *arguments: Any, **keywords: Any) -> None:
         from vllm.config import get_current_vllm_config
@@ -519,7 +524,7 @@ def _called(cls: Any, layer: Layer) -> tuple[Tensor, ...]:
     vars(made).update(layer.attributes)
     if hasattr(cls, "_fusednorm_prepare"):
         made._fusednorm_prepare(of(VLLM))
-    results = getattr(made, "forward_cpu", made.forward_native)(*(t.clone() for t in layer.arguments))
+    results = _forward_of(made)(*(t.clone() for t in layer.arguments))
     return results if isinstance(results, tuple) else (results,)
 
 
