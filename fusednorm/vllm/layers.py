@@ -434,7 +434,7 @@ def replace(contract: str, exact: bool) -> None:
 
 
 def _forward_of(layer: Any) -> Any:
-    """What a class or an object of vLLM computes by on a CPU."""
+    """The function by which a class or an object of vLLM computes on a CPU."""
     return getattr(layer, "forward_cpu", layer.forward_native)
 
 
