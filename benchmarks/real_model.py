@@ -264,14 +264,15 @@ def measured(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list
     return found
 
 
-def token_after(model: Any, ids: Tensor) -> Callable[[], None]:
-    """A call that decodes one token after the text."""
-    cache = model(ids, use_cache=True).past_key_values
+def token_after(model: Any, ids: Tensor, grows: bool = False) -> Callable[[], None]:
+    """A call that decodes one token after the text; with ``grows``, after the text and the tokens of earlier calls."""
+    cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
     last = ids[:, -1:]
 
     def decode() -> None:
         model(last, past_key_values=cache, use_cache=True)
-        cache.crop(-1)  # the next call finds the same cache
+        if not grows:  # a sliding window that is full forgets a key for each new one, and cannot be cropped
+            cache.crop(-1)  # the next call finds the same cache
 
     return decode
 
