@@ -71,8 +71,10 @@ MODULES = {
     ),
 }
 EVERY = CALLS | MODULES
+#: The names of other libraries: their own Python is traced in `test_compiled`.
+PORTS = [name for name in MODULES if not hasattr(fusednorm, name.split()[0])]
 #: Export traces these in both ways: the compiler, which `strict` has trace, traces all calls in other tests.
-STRICT = ["fused_add_rms_norm", "rms_norm_add_rms_norm", "qk_norm_rope", "gate", "quantize", *MODULES]
+STRICT = ["fused_add_rms_norm", "rms_norm_add_rms_norm", "qk_norm_rope", "gate", "quantize", "AddRMSNorm", "Zamba 2"]
 #: How a dimension follows from the number of rows and their length, by its size in the tables.
 SIZES = {4: lambda rows, length: rows, 6: lambda rows, length: length, 3: lambda rows, length: length // 2}
 SIZES[12] = lambda rows, length: 2 * length
@@ -185,9 +187,10 @@ def test_what_is_rounded_is_an_operator(name, operators):
 #: Functions that write, one of each kind: one mechanism makes them of the others.
 WRITING = ("fused_add_rms_norm_", "gate_", "qk_norm_rope_", "rms_norm with outputs")
 WRITING += ("rms_norm_quant with outputs", "linear with outputs", "attention with outputs", "modulate with outputs")
-#: All others that write, and more calls of the same functions, which the test above compiles too, are compiled so
-#: before a release alone.
+#: All others that write, ports, and more calls of the same functions, which the test above compiles too, are compiled
+#: so before a release alone.
 LATER = [name for name in EVERY if name in MORE or (name.endswith(("_", " with outputs")) and name not in WRITING)]
+LATER += PORTS
 ONE_GRAPH = [pytest.param(name, marks=[pytest.mark.release] * (name in LATER)) for name in EVERY]
 
 
@@ -233,7 +236,11 @@ class Program(torch.nn.Module):
         return self.call(operands)
 
 
-@pytest.mark.parametrize(("name", "strict"), [*[(name, False) for name in EVERY], *[(name, True) for name in STRICT]])
+#: More calls of the same functions are exported before a release alone.
+EXPORTED = [pytest.param(name, False, marks=[pytest.mark.release] * (name in MORE)) for name in EVERY]
+
+
+@pytest.mark.parametrize(("name", "strict"), [*EXPORTED, *[(name, True) for name in STRICT]])
 def test_exported(name, strict):
     operands = tensors(made(name))
     rows = torch.export.Dim("rows")

@@ -4,6 +4,7 @@ Never a crash, never an operand left out. Calls are made three times: the first 
 """
 
 import contextlib
+import itertools
 import os
 import re
 import warnings
@@ -138,11 +139,10 @@ def fresh(operands, key=None, kind=None):
 
 
 @pytest.mark.usefixtures("asked_by")
-@pytest.mark.parametrize("kind", MISSING)
 @pytest.mark.parametrize(("table", "name"), EVERY)
-def test_an_operand_without_memory_is_named(table, name, kind):
+def test_an_operand_without_memory_is_named(table, name):
     function, operands, outputs = table(name)
-    for key in tensors(operands):
+    for kind, key in itertools.product(MISSING, tensors(operands)):
         zeros = {key: torch.zeros_like(operands[key])} if isinstance(operands[key], torch.Tensor) else {}
         for _ in range(3):
             if kind is zero and table is operator:  # torch's dispatcher makes zeros of it, or refuses the write
@@ -160,35 +160,31 @@ def test_an_operand_without_memory_is_named(table, name, kind):
 
 
 @pytest.mark.usefixtures("asked_by")
-@pytest.mark.parametrize("kind", READ)
 @pytest.mark.parametrize(("table", "name"), EVERY)
-def test_an_operand_is_read_wherever_it_lies(table, name, kind):
+def test_an_operand_is_read_wherever_it_lies(table, name):
     function, operands, outputs = table(name)
     expected = results(function, fresh(operands), outputs)
-    for key in tensors(operands):
-        if key in outputs:
-            continue
+    for kind, key in itertools.product(READ, [key for key in tensors(operands) if key not in outputs]):
         for _ in range(3):
-            assert results(function, fresh(operands, key, kind), outputs) == expected, key
+            assert results(function, fresh(operands, key, kind), outputs) == expected, (kind, key)
 
 
 @pytest.mark.usefixtures("asked_by")
-@pytest.mark.parametrize("kind", READ)
 @pytest.mark.parametrize(("table", "name"), EVERY)
-def test_an_output_is_written_wherever_it_lies_or_refused(table, name, kind):
+def test_an_output_is_written_wherever_it_lies_or_refused(table, name):
     function, operands, outputs = table(name)
     expected = results(function, fresh(operands), outputs)
-    for key in outputs:
+    for kind, key in itertools.product(READ, outputs):
         for _ in range(3):
             given = fresh(operands, key, kind)
             before = as_bytes(given[key])
             try:
                 found = results(function, given, outputs)
             except (ValueError, RuntimeError):
-                assert as_bytes(given[key]) == before, key
-                assert kind not in (expanded, misaligned, read_only, copied_later), key
+                assert as_bytes(given[key]) == before, (kind, key)
+                assert kind not in (expanded, misaligned, read_only, copied_later), (kind, key)
             else:
-                assert found == expected, key
+                assert found == expected, (kind, key)
                 assert kind is not inference, key
 
 
@@ -208,11 +204,10 @@ def test_outputs_with_gaps(name):
             assert results(function, given, outputs) == expected, key
 
 
-@pytest.mark.parametrize("kind", ELSEWHERE)
 @pytest.mark.parametrize(("table", "name"), EVERY)
-def test_an_operand_elsewhere_is_refused_or_handed_to_torch(table, name, kind):
+def test_an_operand_elsewhere_is_refused_or_handed_to_torch(table, name):
     function, operands, _outputs = table(name)
-    for key in tensors(operands):
+    for kind, key in itertools.product(ELSEWHERE, tensors(operands)):
         for _ in range(2):
             given = fresh(operands, key, kind)
             with warnings.catch_warnings():
@@ -242,18 +237,17 @@ def test_gradients_without_memory_are_refused(name, kind, again):
             torch.autograd.grad(outputs, wanted, incoming, create_graph=again)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in READ if kind is not inference])
 @pytest.mark.parametrize("name", DIFFERENTIATED)
-def test_incoming_gradients_are_read_wherever_they_lie(name, kind):
+def test_incoming_gradients_are_read_wherever_they_lie(name):
     outputs, operands = recorded(name)
     wanted = [operands[key] for key in DIFFERENTIATED[name]]
     plain = [torch.randn_like(t) for t in outputs]
     expected = torch.autograd.grad(outputs, wanted, plain, retain_graph=True)
-    for place in range(len(outputs)):
+    for kind, place in itertools.product([kind for kind in READ if kind is not inference], range(len(outputs))):
         for _ in range(2):
             incoming = [kind(t) if i == place else t for i, t in enumerate(plain)]
             found = torch.autograd.grad(outputs, wanted, incoming, retain_graph=True)
-            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), place
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), (kind, place)
 
 
 def function_with_gradients(name):
