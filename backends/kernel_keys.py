@@ -281,7 +281,7 @@ def kind_of(call: AnyCall) -> Kind:
 
 
 def dtypes_of_heads(kind: Kind) -> dict[str, torch.dtype | None]:
-    """Those of the heads of a rotation, which q and k share: "x", "out", "weight" and "rstd"."""
+    """The dtypes of the heads of a rotation, which q and k share: "x", "out", "weight" and "rstd"."""
     of = "q" if kind.q is not None else "k"
     return {"x": getattr(kind, of), **{name: getattr(kind, f"{of}_{name}") for name in ("out", "weight", "rstd")}}
 

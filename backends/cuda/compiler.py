@@ -107,7 +107,7 @@ def compiled(variant: Variant, capability: int) -> bytes:
 
 
 def cache_directory() -> Path:
-    """Where compiled kernels are kept: ``FUSEDNORM_CACHE_DIR``, or the user's folder for caches.
+    """The folder of compiled kernels: ``FUSEDNORM_CACHE_DIR``, or the user's folder for caches.
 
     Raises:
         RuntimeError: the variable names no absolute path, or the user has no home.
@@ -169,7 +169,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _checksum(path: Path, code: bytes) -> bytes:
-    """Also of the name: a file that was renamed is not what its name says."""
+    """A checksum of the code and the file's name: a file that was renamed is not what its name says."""
     return hashlib.sha256(path.name.encode() + code).digest()
 
 

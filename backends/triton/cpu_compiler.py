@@ -73,7 +73,7 @@ class Program:
         self.address: int = address or 0
 
     def _check(self, kernel: Any) -> None:
-        """That the kernel takes what C will give it.
+        """Checks that the kernel takes the arguments that C will give it.
 
         Raises:
             BackendError: this version of Triton compiles a kernel into a function with other arguments.

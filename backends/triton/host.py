@@ -187,7 +187,7 @@ class Variant:
         return (self.function, *self.arguments().items(), *self.constants.items(), self.warps)
 
     def arguments(self) -> dict[str, tuple[str, int]]:
-        """Of each argument that the kernel takes when it runs: its type, and what is known to divide it."""
+        """The arguments that the kernel takes when it runs: of each its type, and what is known to divide it."""
         found: dict[str, tuple[str, int]] = {}
         constants = self.all_constants()
         for name in self.function.arg_names:
@@ -350,7 +350,7 @@ class Compiled:
 
 
 class Interpreted:
-    """The same, but it has Triton's interpreter run the kernel."""
+    """A kernel that Triton's interpreter runs."""
 
     def __init__(self, variant: Variant) -> None:
         self.variant = variant
@@ -373,7 +373,7 @@ def pointer(tensor: Tensor | None) -> Any:
 
 
 def pointer_or_null(tensor: Tensor | None) -> Any:
-    """The same for kernels that take a null pointer for an operand that is absent. The interpreter knows none."""
+    """The pointer of an operand, or null where it is absent. The interpreter knows no null pointer."""
     if INTERPRETED:
         return pointer(torch.empty(1) if tensor is None else tensor)
     return 0 if tensor is None else tensor.data_ptr()
@@ -397,7 +397,7 @@ def _places(
     names: Iterable[tuple[str, str]],
     strides: Iterable[Strides],
 ) -> dict[str, Any]:
-    """Where rows lie, as ``rows_at`` in ``numbers.py`` takes it."""
+    """The places of rows, as ``rows_at`` in ``numbers.py`` takes it."""
     inner = None if call.inner == call.rows else call.inner
     places: dict[str, Any] = {"inner": inner}
     for (stride_name, jump_name), (outer_stride, stride) in zip(names, strides, strict=True):

@@ -27,7 +27,7 @@ _OF_PAGES = {"q": "[T, Hq, D]", "k": "[P, Hkv, N, D]", "v": "[P, Hkv, N, Dv]"}
 
 
 def check_attention(operands: Mapping[str, Any], flags: Mapping[str, Any], in_memory: bool) -> Mapping[str, Any]:
-    """All of a call but its output; returns the flags, numbers rounded to the accumulator type."""
+    """Checks all of a call but its output; returns the flags, numbers rounded to the accumulator type."""
     q, k, mask = operands["q"], operands["k"], operands["mask"]
     _check_heads(operands, _OF_ATTENTION, in_memory)
     if k.shape[0] != q.shape[0]:
@@ -41,7 +41,7 @@ def check_attention(operands: Mapping[str, Any], flags: Mapping[str, Any], in_me
 
 
 def check_paged_attention(operands: Mapping[str, Any], flags: Mapping[str, Any], in_memory: bool) -> Mapping[str, Any]:
-    """The same of a call whose keys lie in pages; the values of pages, starts and lengths are not looked at."""
+    """Checks a call whose keys lie in pages; the values of pages, starts and lengths are not looked at."""
     q, k, lengths = operands["q"], operands["k"], operands["lengths"]
     _check_heads(operands, _OF_PAGES, in_memory)
     if k.shape[2] == 0:
@@ -147,7 +147,7 @@ def check_attention_flags(operands: Mapping[str, Any], flags: Mapping[str, Any])
 
 
 def check_pages(q: Tensor, k: Tensor, pages: Tensor, starts: Tensor, lengths: Tensor, **others: Any) -> None:
-    """That pages, starts and lengths in a CPU's memory fit; a GPU would have to be waited for."""
+    """Checks that pages, starts and lengths in a CPU's memory fit; a GPU would have to be waited for."""
     if q.device.type != "cpu" or not lengths.numel():
         return
     least, greatest, most = int(starts.min()), int(starts.max()), pages.shape[1] * k.shape[2]

@@ -52,7 +52,7 @@ def _is_gradient_of_gate(call: object) -> bool:
 
 
 def _only(flag: int, call: Quantize | Call, threads: int, x: tuple[int, ...] = _ABSENT) -> bytes:
-    """A call with nothing but what follows it in memory."""
+    """The header of a call whose operands follow it in memory."""
     numbers = (device_of(call).index or 0, threads, call.rows, call.inner, call.hidden_size)
     return _pack_one(_is_gradient_of_gate(call), flag, *numbers, 0, 0, 1, 0.0, 0.0, *x)
 

@@ -343,7 +343,7 @@ class Quantize(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the rows that are quantized."""
+        """The dtype of the rows that are quantized."""
         norm: Any = self.norm
         found: torch.dtype = norm.operation.out if self.y is None else self.y.dtype
         return found
@@ -393,7 +393,7 @@ class Backward(NamedTuple):
         return self.operation.hidden_size
 
     def outputs(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Where the gradients of x, the residual and the weight go; None for each that needs no memory of its own."""
+        """The memory for the gradients of x, the residual and the weight; None for one that needs none of its own."""
         if self.dx is not None and self.dx.dtype != self.operation.x:
             return None, self.dx, self.dweight
         return self.dx, self.dresidual, self.dweight

@@ -40,7 +40,7 @@ def check_operands(
         return
     operands: dict[str, Any] = {x_name: x, residual_name: residual, weight_name: weight}
     operands |= {"out": out, "residual_out": residual_out}
-    # The cure for an output: of a copy that is converted or moved, the caller would not see what is written to it.
+    # Converting or moving an output makes a copy that the caller never sees, so the cure is to allocate it.
     anew = {"out": f"allocate it with torch.empty_like({x_name})"}
     anew["residual_out"] = f"allocate it with torch.empty_like({residual_name})"
     for name, tensor in operands.items():
@@ -66,7 +66,7 @@ def check_operands(
 
 
 def check_floats(name: str, operand: object, x: Tensor, x_name: str, cure: str | None = None) -> None:
-    """That it is a dense tensor of floating point on x's device; ``cure`` takes the place of a cure for each fault."""
+    """Checks for a dense tensor of floating point on x's device; ``cure`` takes the place of a cure for each fault."""
     if not isinstance(operand, Tensor):
         refuse_type(name, operand, cure)
     convert = cure or f"convert it, for instance {name}.to(torch.float32)"
@@ -88,7 +88,7 @@ def _check_float(name: str, dtype: torch.dtype, of_x: torch.dtype, x_name: str, 
 
 
 def _check_row(name: str, weight: Tensor, x: Tensor, x_name: str) -> None:
-    """That it has the elements of one row."""
+    """Checks that an operand has the elements of one row."""
     if weight.shape != x.shape[-1:]:
         raise ValueError(
             f"{name} must have shape [{x.shape[-1]}], the last dimension of {x_name} {list(x.shape)}, "
@@ -97,12 +97,12 @@ def _check_row(name: str, weight: Tensor, x: Tensor, x_name: str) -> None:
 
 
 def check_placed(name: str, output: Tensor) -> None:
-    """That a DTensor that is written holds values, and not each rank a summand of them."""
+    """Refuses to write a DTensor that is Partial, of which each rank holds a part of the sum."""
     placements = getattr(output, "placements", ())
     if any(placement.is_partial() for placement in placements):
         raise ValueError(
             f"{name} is written, and its placements are {list(placements)}; expected are Replicate and Shard, because "
-            f"no rank has a summand of the result; redistribute {name} before, or take what the call returns"
+            f"a Partial output cannot be written; redistribute {name} before, or take what the call returns"
         )
 
 
@@ -128,7 +128,7 @@ def check_flags(
     if out is not None and flags.out_dtype not in (None, out.dtype):
         raise TypeError(
             f"out must have the dtype out_dtype {str(flags.out_dtype)[6:]}, got {str(out.dtype)[6:]}; "
-            "pass only one of both"
+            "pass either, not both"
         )
     wanted = None if residual is None else flags.residual_dtype or residual.dtype
     if residual_out is not None and wanted is not None and residual_out.dtype != wanted:
@@ -166,7 +166,7 @@ def check_needs(needs: list[bool], of: tuple[str, ...]) -> None:
 
 
 def check_flag(name: str, flag: object) -> None:
-    """That a flag is True or False, not only something that counts as it."""
+    """Checks that a flag is True or False, not only something that counts as it."""
     if type(flag) is not bool:
         raise TypeError(f"{name} must be True or False, got {flag!r}; pass {name}=True or {name}=False")
 
@@ -223,7 +223,7 @@ def check_cap(cap: object, z: Tensor, name: str = "cap", cure: str = "without a 
 
 
 def check_ids(size: int, ids: Tensor, ignore_index: int | None) -> None:
-    """That each id in a CPU's memory has an element, unless it is ignored; a GPU would have to be waited for."""
+    """Checks that each id in a CPU's memory has an element, unless it is ignored; a GPU would have to be waited for."""
     if ids.device.type != "cpu":
         return
     outside = (ids < 0) | (ids >= size)
@@ -238,7 +238,7 @@ def check_ids(size: int, ids: Tensor, ignore_index: int | None) -> None:
 
 
 def check_temperature(temperature: Tensor | None) -> None:
-    """That each in a CPU's memory is greater than 0 and finite; a GPU would have to be waited for."""
+    """Checks that temperatures in a CPU's memory are greater than 0 and finite; a GPU would have to be waited for."""
     if temperature is None or temperature.device.type != "cpu":
         return
     unfit = _not_positive(temperature)
@@ -306,7 +306,7 @@ def check_affine(
 
 
 def check_samples(name: str, operand: Tensor, x: Tensor, x_name: str, *, in_memory: bool) -> None:
-    """That it is [..., N] as x, or lacks dimensions before the last one; and that there is memory, if there must be."""
+    """Checks the shape of samples: [..., N] as x, or without dimensions before the last one; and their memory."""
     check_floats(name, operand, x, x_name)
     kept = operand.dim() - 1
     if not 0 <= kept < x.dim() or operand.shape != (*x.shape[:kept], x.shape[-1]):
@@ -351,7 +351,7 @@ def check_incoming(name: str, d: Tensor, shape: list[int], x: Tensor, x_name: st
 
 
 def check_one_row(name: str, weight: Tensor | None) -> None:
-    """That a weight has no rows of its own for heads, for the port of a library that would read the first one alone."""
+    """Checks that a weight has no rows for heads, for the port of a library that would read the first one alone."""
     if getattr(weight, "ndim", 1) > 1:
         raise ValueError(
             f"{name} must have one dimension, [N], got shape {list(cast(Tensor, weight).shape)}; fusednorm's own "
@@ -360,7 +360,7 @@ def check_one_row(name: str, weight: Tensor | None) -> None:
 
 
 def check_quantization(quantization: Quantization, x: Tensor) -> None:
-    """That it is a quantization, whose groups divide the rows of x."""
+    """Checks for a quantization whose groups divide the rows of x."""
     check_is_quantization(quantization)
     hidden_size = x.shape[-1]
     if hidden_size % quantization.group(hidden_size):
@@ -405,7 +405,9 @@ def check_given(
         if unfit is not None:
             raise ValueError(f"scale must be greater than 0 and finite, got {unfit}; it is the quantization step size")
     if in_memory and zero_point is not None and zero_point.device.type == "cpu" and abs(zero_point.item()) >= MOST:
-        raise ValueError(f"zero_point must lie between -2^30 and 2^30, got {zero_point.item()}; it is what a 0 becomes")
+        raise ValueError(
+            f"zero_point must lie between -2^30 and 2^30, got {zero_point.item()}; it is the quantized value of 0.0"
+        )
 
 
 def _of_blocks(scales: Sequence[int], shape: Sequence[int]) -> bool:
@@ -425,7 +427,7 @@ def replaced(quantization: Quantization, names: dict[str, str], **changes: Any) 
 
 
 def check_is_quantization(quantization: object) -> None:
-    """That it is a quantization."""
+    """Checks for a quantization."""
     if not isinstance(quantization, Quantization):
         raise TypeError(
             f"quantization must be a fusednorm.Quantization, got {type(quantization).__name__}; "
@@ -453,7 +455,7 @@ def check_output(
 
 
 def _check_kind(name: str, tensor: Tensor, dtype: torch.dtype, cure: str) -> None:
-    """That it is dense, and of this dtype."""
+    """Checks for a dense tensor of this dtype."""
     check_dense(name, tensor, cure)
     if tensor.dtype != dtype:
         raise TypeError(f"{name} must be {str(dtype)[6:]}, got {str(tensor.dtype)[6:]}; {cure}")
@@ -565,7 +567,7 @@ def _dense(operands: tuple[Tensor | None, ...], in_memory: bool) -> bool:
 
 
 def check_dense(name: str, tensor: Tensor, cure: str | None = None) -> None:
-    """That it is neither nested nor sparse."""
+    """Refuses nested and sparse tensors."""
     if tensor.is_nested:
         refuse_nested(name)
     if tensor.layout != torch.strided:
@@ -574,7 +576,7 @@ def check_dense(name: str, tensor: Tensor, cure: str | None = None) -> None:
 
 
 def check_device(name: str, tensor: Tensor, x: Tensor, x_name: str, cure: str | None = None) -> None:
-    """That it is on x's device."""
+    """Checks that an operand is on x's device."""
     if tensor.device == x.device:
         return
     if cure is None:
@@ -585,7 +587,7 @@ def check_device(name: str, tensor: Tensor, x: Tensor, x_name: str, cure: str | 
 
 
 def check_memory(name: str, tensor: Tensor) -> None:
-    """That all its elements are in memory."""
+    """Checks that all elements of an operand are in memory."""
     if fast_path.is_direct(tensor) or memory.all_in_memory(tensor):
         return
     if type(tensor) not in _PLAIN:
@@ -598,7 +600,7 @@ def check_memory(name: str, tensor: Tensor) -> None:
 
 
 def check_may_be_written(outputs: Named) -> None:
-    """That no output is an inference tensor outside of inference mode, where torch would miss the write."""
+    """Refuses an output that is an inference tensor outside of inference mode: torch would miss the write."""
     for name, tensor in outputs.items():
         if tensor is not None and tensor.is_inference() and not torch.is_inference_mode_enabled():
             raise RuntimeError(
@@ -608,7 +610,7 @@ def check_may_be_written(outputs: Named) -> None:
 
 
 def check_kept(incoming: Sequence[Tensor | None], kept: Sequence[Tensor | None]) -> None:
-    """That incoming gradients, and what the forward pass kept for them, are in memory still."""
+    """Checks that incoming gradients, and the tensors that the forward pass kept, are in memory still."""
     names = ("an incoming gradient", incoming), ("a tensor that was kept for the backward pass", kept)
     for name, tensors in names:
         for tensor in tensors:
@@ -627,7 +629,7 @@ def check_gradients(
     *,
     in_memory: bool = True,
 ) -> None:
-    """That the operands of a backward pass fit each other: kernels follow their shapes and dtypes without looking.
+    """Checks that the operands of a backward pass fit: kernels follow their shapes and dtypes without looking.
 
     ``asked``: the dtypes of x, the residual, out and residual_out, None where there is none or it is the default.
     """
@@ -695,7 +697,7 @@ def as_called(x: Tensor, residual: Tensor | None, out: Tensor | None, residual_o
 
 
 def check_rows_to_write(name: str, tensor: Tensor) -> None:
-    """That kernels can write the rows of an operand, which no copy can stand in for."""
+    """Checks that kernels can write the rows of an operand, for which no copy can stand in."""
     if not lies_in_rows(tensor) or overlaps_itself(tensor):
         refuse_layout(name, tensor)
 
@@ -726,7 +728,7 @@ def requires_grad(*operands: Tensor | None) -> bool:
 
 
 def refuse_grad(name: str) -> NoReturn:
-    """In PyTorch's words, because that is what people search for."""
+    """Raises torch's own sentence, because people search for it."""
     if name.endswith("_"):
         raise RuntimeError(
             f"{name}(): one of the arguments requires grad, and an in-place operation would overwrite what its "

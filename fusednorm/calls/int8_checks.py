@@ -26,7 +26,7 @@ _DTYPES: Mapping[str, tuple[tuple[torch.dtype, ...], str]] = {
 
 
 def check_int8_linear(operands: Mapping[str, Any], flags: Mapping[str, Any], in_memory: bool) -> Mapping[str, Any]:
-    """All of a call but its output; returns the flags."""
+    """Checks all of a call but its output; returns the flags."""
     q = operands["q"]
     for name, (dtypes, cure) in _DTYPES.items():
         tensor = operands[name]

@@ -90,7 +90,7 @@ class Listener(Enum):
 
 
 def listener(*operands: Tensor | None) -> Listener | None:
-    """The first listener that must see a call, all of whose operands these are; None, the usual case: there is none."""
+    """The first listener that must see a call of these operands; None in the usual case, where there is none."""
     elsewhere = is_dynamo_compiling() or MISSING or FUNCTION_MODES[0]() or transforms_active() or level_entered()
     if not (elsewhere or _in_batches() or listening()) and plain(*operands):
         return None

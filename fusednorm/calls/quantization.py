@@ -196,7 +196,7 @@ class Quantization:
 
     @functools.cached_property
     def in_float32(self) -> Quantization:
-        """The same with float32 scales, which kernels compute."""
+        """This quantization with float32 scales, which kernels compute."""
         return replace(self, scale_dtype=None)
 
     @functools.cached_property

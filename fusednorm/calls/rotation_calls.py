@@ -35,7 +35,7 @@ class Heads(NamedTuple):
 
 
 def heads_of(call: Call) -> list[Heads]:
-    """Those of q and of k, as far as there are any."""
+    """The heads of q and of k, as far as there are any."""
     tensors, strides, found = call.tensors, call.strides, []
     for name in "qk":
         x, out = tensors[name], tensors[f"{name}_out"]

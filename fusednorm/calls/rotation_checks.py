@@ -135,7 +135,7 @@ def check_tables(
 
 
 def _check_expands(name: str, shape: torch.Size, rows: list[int], cure: str) -> None:
-    """That a shape expands to that of rows of heads."""
+    """Checks that a shape expands to that of rows of heads."""
     if list(shape) == rows:
         return
     missing = len(rows) - len(shape)

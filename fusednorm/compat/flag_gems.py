@@ -30,10 +30,10 @@ def rms_norm(x: Tensor, normalized_shape: Sequence[int], weight: Tensor, eps: fl
 def fused_add_rms_norm(
     x: Tensor, residual: Tensor, normalized_shape: Sequence[int], weight: Tensor, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
-    """In place, :func:`fusednorm.fused_add_rms_norm_` with ``round_sum=False``: returns x and the residual.
+    """Adds and normalises in place: :func:`fusednorm.fused_add_rms_norm_` with ``round_sum=False``.
 
-    x receives the normalised rows, and the residual, of x's shape, the sum. Where one is not contiguous, FlagGems
-    writes to a copy; this function writes to the tensor itself, or raises.
+    It returns both: x receives the normalised rows, and the residual, of x's shape, the sum. Where one is not
+    contiguous, FlagGems writes to a copy; this function writes to the tensor itself, or raises.
 
     Raises:
         ValueError: x or the residual does not end in ``normalized_shape``, the weight has another shape, or several

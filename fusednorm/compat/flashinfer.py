@@ -30,7 +30,7 @@ def rmsnorm(
 def fused_add_rmsnorm(
     input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, enable_pdl: bool | None = None
 ) -> None:
-    """In place, :func:`fusednorm.fused_add_rms_norm_` with ``round_sum=False``."""
+    """Adds and normalises in place: :func:`fusednorm.fused_add_rms_norm_` with ``round_sum=False``."""
     norm.fused_add_rms_norm_(input, residual, weight, eps, round_sum=False)
 
 

@@ -61,7 +61,7 @@ def apply_rope_with_cos_sin_cache_inplace(
     fused_set_kv_buffer_arg: object | None = None,
     enable_pdl: bool | None = None,
 ) -> None:
-    """As FlashInfer's: :func:`fusednorm.compat.flashinfer.apply_rope_with_cos_sin_cache_inplace`.
+    """FlashInfer's function: :func:`fusednorm.compat.flashinfer.apply_rope_with_cos_sin_cache_inplace`.
 
     Raises:
         ValueError: ``fused_set_kv_buffer_arg`` is given.

@@ -90,7 +90,7 @@ def rms_norm(out: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) 
 
 
 def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor | None, epsilon: float) -> None:
-    """In place, :func:`fusednorm.fused_add_rms_norm_` with ``round_norm=True``."""
+    """Adds and normalises in place: :func:`fusednorm.fused_add_rms_norm_` with ``round_norm=True``."""
     check_one_row("weight", weight)
     norm.fused_add_rms_norm_(input, residual, weight, epsilon, round_norm=True)
 
@@ -350,7 +350,7 @@ def cutlass_scaled_mm_azp(
     azp: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """The same with zero points, int32, one for each row or one for all.
+    """:func:`cutlass_scaled_mm` with zero points, int32, one for each row or one for all.
 
     ``azp_adj``, the sums of columns, is not read: they are added up again. Where it holds one zero point of all rows,
     and ``azp`` is None, vLLM subtracts it; here ``azp`` must be given.
@@ -415,7 +415,7 @@ def per_token_group_fp8_quant_packed(
     fp8_min: float,
     fp8_max: float,
 ) -> None:
-    """The same with scales that are powers of two, of four groups in each int32, as DeepGEMM takes them.
+    """Quantizes groups with scales that are powers of two, four in each int32, as DeepGEMM takes them.
 
     ``output_s_packed`` is [rows, N / group_size / 4, rounded up], any strides.
     """
@@ -465,7 +465,10 @@ def _of_blocks(scale: Tensor, input: Tensor, group_shape: tuple[int, int] | None
 
 
 def _limited(quantization: Quantization, scale_ub: Tensor | None) -> Quantization:
-    """With the greatest amax. vLLM takes the lesser of both, and then no scale below the floor: below 0 as for 0."""
+    """A quantization with the greatest amax. vLLM takes the lesser of both, then no scale below the floor.
+
+    A limit below 0 does as 0.
+    """
     if scale_ub is None:
         return quantization
     if not isinstance(scale_ub, Tensor):

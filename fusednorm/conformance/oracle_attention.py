@@ -60,7 +60,7 @@ def attention(leaves, _incoming, scale=None, causal=True, window=None, softcap=N
 
 
 def paged_attention(leaves, _incoming, **flags):
-    """Of each sequence alone, with the keys of its pages."""
+    """Attention of each sequence alone, with the keys of its pages."""
     q, k, v, pages, starts, lengths, sinks = leaves
     y = np.zeros((*q.shape[:2], v.shape[-1]))
     for s, length in enumerate(lengths.tolist()):

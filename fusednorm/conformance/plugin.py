@@ -88,7 +88,7 @@ class Mode:
 
     @property
     def device(self):
-        """Where the backend's operands are: the CPU if it takes those, else the first of its devices that is here."""
+        """The device of the backend's operands: the CPU if it takes those, else the first of its devices here."""
         devices = choose.load(self.backend).DEVICES
         if {"cpu", "any"} & set(devices):
             return "cpu"
@@ -242,7 +242,7 @@ class Certificate:
                 self.by_mode[mode] += count
 
     def verdict(self, promise, dtype):
-        """Of one promise for one dtype."""
+        """The verdict of one promise for one dtype."""
         if self.differences[promise, dtype]:
             return "FAILS"
         return "holds" if self.comparisons[promise, dtype] else "-"

@@ -143,7 +143,7 @@ class Plan:
 
     @functools.cached_property
     def _fits(self) -> tuple[tuple[str, Callable[[torch.Size, torch.Size], bool], tuple[torch.dtype, ...]], ...]:
-        """Of each operand whether it fits the rows in the usual form; see :data:`_FITS`."""
+        """Whether each operand fits the rows in the usual form; see :data:`_FITS`."""
         return tuple([(operand.name, *_FITS[operand.role]) for operand in self.declaration.operands])
 
     def step_of(self, flags: Flags, backward: bool = False) -> Step:
@@ -423,7 +423,7 @@ def check_role(
     in_memory: bool,
     matrix: str | None = None,
 ) -> None:
-    """That an operand has its role beside the operand that decides, and beside the matrix; and the role's shape."""
+    """Checks an operand's role beside the operand that decides, and beside the matrix; and the role's shape."""
     if tensor is rows and name == rows_name:
         check_operands(tensor, None, None, None, None, in_memory=in_memory, x_name=name)
     elif role is Role.ROWS:

@@ -181,7 +181,7 @@ def _unusable(name: str, device: torch.device) -> list[str]:
 
 
 def _unknown(name: str, operation: Operation) -> list[str]:
-    """That a backend does not know a part of an operation, because it may be younger; empty if it knows all."""
+    """The parts of an operation that a backend does not know, because they may be younger; empty if it knows all."""
     known: frozenset[str] = getattr(load(name), "KNOWS", frozenset())
     for feature in operation.features:
         if feature not in known:
@@ -190,7 +190,7 @@ def _unknown(name: str, operation: Operation) -> list[str]:
 
 
 def _found_wrong(name: str, operation: Operation) -> list[str]:
-    """That a backend's self-check found other bits than the reference's; empty if it did not."""
+    """A sentence if a backend's self-check found other bits than the reference's; empty if it did not."""
     step = "norm" if operation.step is None else operation.step.name
     return ["its self-check found other bits than the reference's"] if (name, step) in _wrong else []
 
@@ -238,7 +238,7 @@ def choose(operation: Operation) -> Explanation:
     raise BackendError(
         f"no backend that {source} allows ({requested}) can take this call ({operation}):\n"
         + "\n".join(lines)
-        + f"\n{source} never falls back to others: add one to it (such as '{requested},reference'), or take it away to "
+        + f"\n{source} never falls back to others: add one to it (such as '{requested},reference'), or unset it to "
         "let fusednorm choose; `python -m fusednorm` shows what this machine has"
     )
 

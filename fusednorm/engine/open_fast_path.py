@@ -75,5 +75,5 @@ def _where(d: Tensor) -> int | None:
 
 
 def type_of_device(d: Tensor) -> int | None:
-    """As C has it; None of a device that the fast path does not know."""
+    """C's number of a type of device; None of a device that the fast path does not know."""
     return path.CPU if d.is_cpu else path.CUDA if d.is_cuda else None

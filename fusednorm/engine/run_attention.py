@@ -23,7 +23,7 @@ LONGEST = 1024
 def forward(
     plan: Plan, operands: Operands, flags: Flags, outputs: Mapping[str, Tensor], keep: bool
 ) -> tuple[Tensor, ...]:
-    """As :func:`fusednorm.engine.run.forward`."""
+    """The results of attention, as :func:`fusednorm.engine.run.forward` has those of other operations."""
     q, v = cast(Tensor, operands[plan.rows]), cast(Tensor, operands[plan.values])
     flags = {**flags, "scale": scale_of(flags["scale"], q)}
     ((made, _, shape, dtype),) = plan.written

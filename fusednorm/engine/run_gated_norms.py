@@ -43,7 +43,7 @@ def has_gradients(operands: Operands, flags: Flags) -> bool:
 def forward(
     plan: Plan, operands: Operands, flags: Flags, outputs: Mapping[str, Tensor], keep: bool
 ) -> tuple[Tensor, ...]:
-    """As :func:`fusednorm.engine.run.forward`."""
+    """The results of a gated norm, as :func:`fusednorm.engine.run.forward` has those of other operations."""
     whole = cast(Tensor, operands["x"])
     x, z, weight, out = in_groups(flags, whole, operands["gate"], operands["weight"], outputs.get("out"))
     rstd = new(x.shape[:-1], accumulator(x.dtype), x.device) if keep else None

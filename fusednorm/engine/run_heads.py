@@ -90,7 +90,7 @@ def step(dtypes: Sequence[torch.dtype], of_heads: bool = False) -> Step:
 def forward(
     plan: Plan, operands: Operands, flags: Flags, outputs: Mapping[str, Tensor], keep: bool
 ) -> tuple[Tensor, ...]:
-    """As :func:`fusednorm.engine.run.forward`."""
+    """The results of a call of heads, as :func:`fusednorm.engine.run.forward` has those of other operations."""
     names = [name for name in ("x", "q", "k") if name in operands]
     heads = [cast(Tensor, operands[name]) for name in names]
     kept = [new(x.shape[:-1], accumulator(x.dtype), x.device) for x in heads] if keep and plan.declaration.kept else []

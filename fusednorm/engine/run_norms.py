@@ -80,7 +80,7 @@ def fast_path_first(
     bias: Tensor | None = None,
     of_heads: bool = False,
 ) -> tuple[Tensor, Any]:
-    """As :func:`norm`, by the fast path if that takes the call. The caller knows that no mode must see it."""
+    """The norm, by the fast path if that takes the call. The caller knows that no mode must see it."""
     found = _on_fast_path(x, residual, weight, out, residual_out, *flags, rstd, bias)
     if found is not None:
         return cast("tuple[Tensor, Any]", found)
@@ -200,7 +200,7 @@ def check_memory_given(
     residual_out: Tensor | None,
     weights: dict[str, Tensor | None],
 ) -> None:
-    """That kernels can write the outputs of a norm that the caller gave, and that they lie apart from what is read."""
+    """Checks that kernels can write the outputs that the caller gave, and that these lie apart from what is read."""
     given, rows = as_called(x, residual, out, residual_out), {"x": x, "residual": residual}
     for name, tensor in rows.items():
         if tensor is not None and not lies_in_rows(tensor):  # a copy is read, but not of what is written

@@ -45,7 +45,7 @@ REPORT = "python -m fusednorm check --report FILE"
 
 
 def _nothing(call: AnyCall) -> None:
-    """Of a backend whose fast path makes no call that the backend has not made."""
+    """Checks nothing: for a backend whose fast path makes no call that the backend has not made."""
 
 
 class SelfChecked:
@@ -146,7 +146,7 @@ def with_tensors(call: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def generated(call: AnyCall, sort: int | None = None) -> tuple[AnyCall, AnyCall]:
-    """The same call of other numbers, at most so many as :data:`MOST`, on its device, and once more on the CPU.
+    """A call's kind with generated numbers, at most :data:`MOST`, on its device and once more on the CPU.
 
     Its tensors lie as the caller's do, and share memory as they do. ``sort``: of the first row; None: all are alike.
     """

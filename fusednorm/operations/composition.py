@@ -78,7 +78,7 @@ class Composition(Operation):
         return super().record(operands, flags)
 
     def record_plain(self, operands: Sequence[Any], flags: Mapping[str, Any]) -> Any:
-        """The same for plain operands that C has read."""
+        """Records a call of plain operands that C has read."""
         named = dict(zip(self.plan.operands, operands, strict=True))
         if self.has_gradients(named, flags):
             return super().record_plain(operands, flags)

@@ -147,7 +147,7 @@ def _activation_of(name: str) -> str:
 
 
 def _steps_of_gradients(found: Explanation, steps: str, weight: Tensor | None, bias: Tensor | None) -> tuple[str, ...]:
-    """Those that torch's operations compute where gradients are recorded: docs/faults.md has the table."""
+    """The steps that torch's operations compute where gradients are recorded: docs/faults.md has the table."""
     operation = cast(RMSNorm, found.operation)
     of_one_shape = weight is None or bias is None or weight.shape == bias.shape
     sums = "affine" in operation.features and not (of_one_shape and found.takes(Step("affine_backward")))

@@ -231,7 +231,7 @@ class Operation(Operator):
         return found
 
     def _check_outputs(self, asked: Asked, flags: Mapping[str, Any]) -> None:
-        """That outputs have the shapes and dtypes of results, and, in memory, share none with others."""
+        """Checks that outputs have the shapes and dtypes of results, and, in memory, share none with others."""
         called, results = {}, self.plan.results(asked.operands, flags)
         returned = zip(self.declaration.returned, self._returned, results, strict=False)
         for result, (name, overwrites), (_, shape, dtype) in returned:

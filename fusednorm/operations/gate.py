@@ -104,7 +104,7 @@ class Gate(Composition):
         return (run_gates.forward(y, z, self.gating(given), outputs.get("out")),)
 
     def _gradients(self, given: Mapping[str, Any], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
-        """Of one tensor that holds both, the gradient is written where it belongs."""
+        """The gradients; where one tensor holds gate and up, each is written to its place in that."""
         of, flags, names = self.rows(given), self.gating(given), self.plan.operands
         needed = [needs[names.index(name)] for name in of.operands]
         found = run_gates.backward(given["d_out"], [*of.operands.values()], flags, needed, of.interleaved)
@@ -131,7 +131,7 @@ class Gate(Composition):
 
 
 class AndMul(Gate):
-    """Of a gate and up, or of one tensor that holds both."""
+    """An activation of a gate times up; both may lie in one tensor."""
 
     def __init__(self, name: str, activation: str, **flags: Any) -> None:
         self._activation = activation
@@ -253,7 +253,7 @@ def _record_and_mul(
     out: Tensor | None = None,
     *steps: Any,
 ) -> Any:
-    """The same of :func:`silu_and_mul`."""
+    """Records a call of :func:`silu_and_mul`."""
     operation = _AND_MUL.get(activation)
     if operation is None or out is not None or must_be_seen.transforms_active():
         return None

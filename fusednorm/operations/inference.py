@@ -55,7 +55,7 @@ _parsed = functools.lru_cache(maxsize=64)(Quantization.parse)
 def _without_outputs(
     entry: fast_path.Entry, parameters: Mapping[str, inspect.Parameter], names: list[str]
 ) -> fast_path.Entry:
-    """The same entry for an operator with these of the function's arguments."""
+    """An entry for an operator with these of the function's arguments."""
     in_c = dict(zip(parameters, entry.names.split(), strict=False))
     defaults = {
         in_c[name]: parameters[name].default

@@ -49,7 +49,7 @@ class Listed(NamedTuple):
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
-        """Those of the function."""
+        """The parameters of the function."""
         return inspect.signature(self.function).parameters
 
     @property
@@ -89,7 +89,7 @@ class Listed(NamedTuple):
         return {name: made.get(name) for name in self.operands}
 
     def of_sample(self, x: Tensor, other: Tensor, weight: Tensor) -> dict[str, Any]:
-        """All arguments of the sample's call."""
+        """The arguments of the sample's call."""
         more = {
             name: _tensors(value, False, x, other, weight)[0] if isinstance(value, Role) else value
             for name, value in self.sample.items()

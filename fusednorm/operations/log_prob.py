@@ -144,7 +144,7 @@ class _Operation(Operation):
         return logits, ids, _of_rows(logits, temperature)
 
     def of_parts(self, operands: Mapping[str, Any], flags: Mapping[str, Any]) -> tuple[Tensor, ...] | None:
-        """By an exchange of sums."""
+        """The results of rows in parts, by an exchange of sums."""
         return dtensor_bridge.of_parts_of_logits(self, operands, flags)
 
 

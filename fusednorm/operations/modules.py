@@ -111,7 +111,7 @@ class _AddNorm(_Norm):
     _flags: ClassVar[dict[str, Any]] = {**_Norm._flags, "round_sum": True}
 
     def register_forward_pre_hook(self, hook: Callable[..., Any], **options: bool) -> RemovableHandle:
-        """As torch's. A hook that returns fewer inputs than it was given raises, because it would drop the residual.
+        """Registers a hook. One that returns fewer inputs than it was given raises: it would drop the residual.
 
         ``torch.distributed.tensor.parallel.SequenceParallel`` registers such a hook.
         """

@@ -30,7 +30,7 @@ from fusednorm.torch_ops import dtensor_bridge, steps
 
 
 def _check(operands: Mapping[str, Any], flags: Mapping[str, Any], in_memory: bool) -> Mapping[str, Any]:
-    """That operands and flags fit each other; returns the flags, numbers rounded."""
+    """Checks that operands and flags fit each other; returns the flags, numbers rounded."""
     x, gate, weight = operands.values()
     if gate is None:
         refuse_type("gate", gate)

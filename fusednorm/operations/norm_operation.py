@@ -147,7 +147,7 @@ class Norm(Operation):
         return self._of_results(of_y.to(asked.out_dtype or x.dtype), of_total.to(total_dtype))
 
     def _check(self, operands: Mapping[str, Any], flags: Mapping[str, Any], in_memory: bool) -> dict[str, Any]:
-        """All checks of the operator."""
+        """Makes all checks of the operator."""
         x, residual, weight = operands["x"], operands.get("residual"), operands["weight"]
         check_operands(x, residual, None if self._center else weight, None, None, in_memory=in_memory)
         if self._center:
@@ -164,7 +164,7 @@ class Norm(Operation):
         compute: Callable[..., tuple[Any, Any]] = run_norms.norm,
         of_heads: bool = True,
     ) -> Any:
-        """All results, after all checks."""
+        """The results, after all checks."""
         x, weight, rstd = operands["x"], operands["weight"], new_rstd(operands["x"])
         found = compute(
             x,
@@ -275,7 +275,7 @@ class Norm(Operation):
         return MappingProxyType(flags)
 
     def record_plain(self, operands: Sequence[Any], flags: Mapping[str, Any]) -> Any:
-        """The same for plain operands that C has read."""
+        """Records a call of plain operands that C has read."""
         if flags.get("x_scale", 1.0) != 1.0:
             return self._composed(dict(zip(self.plan.operands, operands, strict=True)), flags)
         return super().record_plain(operands, flags)

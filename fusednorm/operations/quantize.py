@@ -227,7 +227,7 @@ class Quantizer(Composition):
 
 
 class _OfNorm(Quantizer):
-    """Of the rows of a norm."""
+    """Quantizes the rows of a norm."""
 
     def __init__(
         self, name: str, norm: Callable[..., Any], sample: Mapping[str, Any], *, added: bool, center: bool
@@ -270,7 +270,7 @@ class _OfNorm(Quantizer):
 
 
 class _OfSilu(Quantizer):
-    """Of the products of a gate."""
+    """Quantizes the products of a gate."""
 
     def check_rows(self, asked: Asked) -> tuple[Tensor, Mapping[str, Any]]:
         """See :class:`Quantizer`."""
@@ -285,7 +285,7 @@ class _OfSilu(Quantizer):
 
 
 class _OfRelu2(Quantizer):
-    """Of the squares of positive numbers."""
+    """Quantizes the squares of positive numbers."""
 
     def check_rows(self, asked: Asked) -> tuple[Tensor, Mapping[str, Any]]:
         """See :class:`Quantizer`."""

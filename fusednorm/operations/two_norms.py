@@ -40,7 +40,7 @@ def _before_and_after(operands: Mapping[str, Any], flags: Mapping[str, Any]) -> 
 def _run(
     plan: Plan, operands: Mapping[str, Any], flags: Mapping[str, Any], outputs: Mapping[str, Tensor], keep: bool
 ) -> tuple[Tensor, ...]:
-    """As :func:`fusednorm.engine.run.forward`: by one call of a backend, or by operations that it takes."""
+    """Two norms by one call of a backend, or by operations that it takes."""
     before, asked = _before_and_after(operands, flags)
     y, total = run_norms.norm_of_checked(
         operands["x"],

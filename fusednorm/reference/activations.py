@@ -215,7 +215,7 @@ def activated(z: Tensor, activation: str) -> Tensor:
 
 
 def activated_and_slope(z: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """The same, and the function's derivative there; both can be differentiated again."""
+    """The function's value and its derivative; both can be differentiated again."""
     if activation == "gelu":
         f, slope, _ = Gelu.apply(z)  # type: ignore[no-untyped-call]
         return f, slope

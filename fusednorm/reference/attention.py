@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
 
 def parts_of(groups: int, rows: int, each: int) -> Iterator[Part]:
-    """All rows in parts, in order: as many rows at once as have :data:`AT_ONCE` numbers, of ``each`` a row."""
+    """The rows in parts, in order: as many rows at once as have :data:`AT_ONCE` numbers, of ``each`` a row."""
     at_once = max(AT_ONCE // max(each, 1), 1)
     several, of_rows = max(at_once // max(rows, 1), 1), min(at_once, max(rows, 1))
     for group in range(0, groups, several):

@@ -94,7 +94,7 @@ class Log(torch.autograd.Function):
 def arguments(
     logits: Tensor, temperature: Tensor | None, softcap: float | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Of [rows, n]: the logits that the softmax takes, the temperature, and the slope of the softcap, or None."""
+    """The arguments of [rows, n]: the softmax's logits, the temperature, and the softcap's slope or None."""
     t = logits.to(accumulator(logits.dtype))
     slope = None
     if softcap is not None:
@@ -168,7 +168,7 @@ def log_softmax_gradient(d: Tensor, logits: Tensor, m: Tensor, s: Tensor, needs:
 
 
 def log_softmax_gradient_of(d: Tensor, logits: Tensor, m: Tensor, s: Tensor, total: Tensor | None) -> Tensor:
-    """The same; ``total``: the sums of whole rows of d, [...], where these are parts of rows."""
+    """The gradient of ``log_softmax``; ``total``: the sums of whole rows of d, [...], where these are parts of rows."""
 
     def of_block(rows: Tensor, d: Tensor, m: Tensor, s: Tensor, total: Tensor | None) -> tuple[Tensor]:
         wide = d.to(m.dtype)
@@ -325,7 +325,7 @@ def selected_gradient(
 
 
 def _of_part(d: Tensor, places: Tensor, p: Tensor) -> Tensor:
-    """The same of a part of rows: places before it and behind it count as one more element."""
+    """The ids of a part of rows: places before it and behind it count as one more element."""
     size = p.shape[-1]
     places = torch.where((places < 0) | (places > size), size, places)
     return _of_places(d, places, torch.nn.functional.pad(p, (0, 1)))[..., :size]

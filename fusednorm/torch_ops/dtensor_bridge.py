@@ -81,7 +81,7 @@ def on_rows(
 def of_parts_of_logits(
     operator: Any, operands: Mapping[str, Any], flags: Mapping[str, Any]
 ) -> tuple[Tensor, ...] | None:
-    """All results of a declared operation with log-probabilities, of DTensors whose rows lie in parts.
+    """The results of a declared operation with log-probabilities, of DTensors whose rows lie in parts.
 
     None for other tensors, and where it moves fewer bytes to join the rows.
     """

@@ -109,7 +109,7 @@ class Operator:
         return cast(Any, self.recorded).apply(*operands.values(), MappingProxyType(flags))
 
     def record_plain(self, operands: Sequence[Any], flags: Flags) -> Any:
-        """The same for plain operands that C has read, and flags of a type that torch does not look into."""
+        """Records a call of plain operands that C has read, and flags of a type that torch does not look into."""
         return self.apply_plain(*operands, flags)
 
     def with_gradients(self, **arguments: Any) -> Any:
@@ -284,7 +284,7 @@ def _recorded(operator: Operator) -> type[torch.autograd.Function]:
                 return _one_or_more(_tangents(operator, operands, ctx.flags, given))
 
     class OfFormula(Differentiable):
-        """By the formula, which torch maps over batches of weights."""
+        """A call by the formula, which torch maps over batches of weights."""
 
         generate_vmap_rule = True
 
@@ -296,7 +296,7 @@ def _recorded(operator: Operator) -> type[torch.autograd.Function]:
             return _one_or_more(as_new(found, operands))
 
     class Recorded(Differentiable):
-        """Where gradients are recorded or a transform of ``torch.func`` is active."""
+        """The function of autograd, where gradients are recorded or a transform of ``torch.func`` is active."""
 
         @staticmethod
         @exact

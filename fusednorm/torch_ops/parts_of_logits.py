@@ -142,7 +142,7 @@ class _LogProbOfParts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[DTensor, ...]:
-        """By the formula, or by a backend's sums of segments."""
+        """The results by the formula, or by a backend's sums of segments."""
         *tensors, flags, operator, where = given
         operands = dict(zip(operator.plan.operands, tensors, strict=True))
         declaration, logits = operator.declaration, operands["logits"]
@@ -158,7 +158,7 @@ class _LogProbOfParts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *incoming: Any) -> tuple[Any, ...]:
-        """The same; a gradient that is differentiated again is computed with whole rows."""
+        """The gradients of logits; one that is differentiated again is computed with whole rows."""
         operator, where = ctx.operator, ctx.where
         if must_be_seen.differentiated_again():
             return *operator.gradients(ctx, incoming, through_dispatcher=True), None, None, None
@@ -175,7 +175,7 @@ class _LogProbOfParts(torch.autograd.Function):
 
 
 def _own(operands: Mapping[str, Any], flags: Mapping[str, Any], where: Where) -> tuple[Tensor, Selecting]:
-    """This rank's part of rows, and the operands of these rows and steps before the softmax."""
+    """The part of rows that this rank has, and their operands and steps before the softmax."""
     return where.local_rows(operands["logits"]), Selecting(
         ids=where.local_numbers(operands.get("ids")),
         temperature=where.local_numbers(operands.get("temperature")),

@@ -133,7 +133,7 @@ def numbers_of(terms: Tensor, piece: Piece) -> Tensor:
 
 
 class Where(NamedTuple):
-    """Where rows lie in parts."""
+    """How rows are divided among ranks."""
 
     mesh: DeviceMesh
     #: The placements of rows.
@@ -144,16 +144,16 @@ class Where(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """This rank, among those of the parts."""
+        """The number of this rank among those of the parts."""
         return self.mesh.get_local_rank(self.dim)
 
     @property
     def start(self) -> int:
-        """Where this rank's part begins."""
+        """The first element of this rank's part."""
         return self.parts.bounds[self.rank]
 
     def local_rows(self, rows: Any) -> Any:
-        """This rank's part of [..., N], or None."""
+        """The part of [..., N] that this rank has, or None."""
         return None if rows is None else rows.redistribute(self.mesh, self.rows).to_local()
 
     def of_rows(self, local: Tensor | None, like: DTensor) -> Any:
@@ -176,7 +176,7 @@ class Where(NamedTuple):
 
 
 def where_of(rows: DTensor, sums: int, others: int = 0) -> Where | None:
-    """Where rows lie in parts; None where they do not, or where it moves fewer bytes to join them.
+    """How rows are divided among ranks; None if they are whole, or if it moves fewer bytes to join them.
 
     ``sums``, ``others``: see :meth:`Parts.moves_fewer_bytes`.
     """

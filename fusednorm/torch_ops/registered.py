@@ -164,7 +164,7 @@ def _in_memory(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _register_autograd(name: str, given: tuple[Callable[..., Any], Callable[..., Any]] | None) -> None:
-    """As ``torch.library.register_autograd``, but tangents, and gradients of what is written, are refused, not lost."""
+    """Registers autograd as ``torch.library`` does, but refuses tangents, and gradients of what is written."""
     gradients, setup_context = given or (None, None)
     if make_autograd_impl is None:
         if gradients is not None:
@@ -186,8 +186,8 @@ def _register_autograd(name: str, given: tuple[Callable[..., Any], Callable[...,
         else:
             return record(keyset, *arguments)
         raise NotImplementedError(
-            f"torch.ops.fusednorm.{name} cannot be differentiated so, and {lost}; call the function that fusednorm has "
-            "for it, with new outputs"
+            f"torch.ops.fusednorm.{name} does not support this derivative, and {lost}; call the function that "
+            "fusednorm has for it, with new outputs"
         )
 
     _LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)

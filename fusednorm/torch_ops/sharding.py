@@ -155,7 +155,7 @@ def of_ranks(local: Tensor, mesh: DeviceMesh, placements: Any, shape: torch.Size
 
 
 def shares_of(rows: DTensorSpec) -> DTensorSpec:
-    """Where the gradient of a row of all ranks lies: each rank that has other rows has a share of it."""
+    """The placement of the gradient of a row of all ranks: each rank that has other rows has a share of it."""
     return DTensorSpec(
         rows.mesh, tuple(Replicate() if placement.is_replicate() else Partial() for placement in rows.placements)
     )
@@ -229,14 +229,14 @@ def _split(spec: DTensorSpec, columns: Sequence[bool], placement: Any) -> DTenso
 
 
 def _of_result(role: Role, last: int, rows: DTensorSpec, columns: Sequence[bool]) -> DTensorSpec:
-    """Where a result lies: with the rows and columns; the gradient of what all rows take is a sum."""
+    """The placement of a result: with the rows and columns; the gradient of what all rows take is a sum."""
     if role in WHOLE:
         return _split(shares_of(rows), columns, Shard(0))
     return _split(rows, columns, Shard(last) if role is Role.PRODUCTS else Partial())
 
 
 def _of_role(role: Role, operand: DTensorSpec, rows: DTensorSpec, columns: Sequence[bool]) -> DTensorSpec:
-    """Where an operand lies: with the rows, whole on each rank, or, a table, with the rows of heads.
+    """The placement of an operand: with the rows, whole on each rank, or, a table, with the rows of heads.
 
     Parts of matrices, and of what has their columns, lie with these.
     """
@@ -278,7 +278,7 @@ def _numbers(arguments: Sequence[Any]) -> Sequence[bool]:
 
 
 def _of_blocks(operands: Mapping[str, DTensorSpec]) -> int:
-    """All dimensions stay on one rank if blocks of them have given scales; else the last one."""
+    """The dimensions that stay on one rank: all if blocks have given scales, else the last one."""
     scale = operands.get("scale")
     return 1 if scale is None or math.prod(scale.shape) == 1 else operands["y"].ndim
 

@@ -64,7 +64,7 @@ def rewritten(layer_class: type, norms: frozenset[str]) -> Rewritten:
 
 @dataclass
 class _Counts:
-    """As :class:`Rewritten` has them, of statements; and whether any of these changed."""
+    """Counts of :class:`Rewritten`, of some statements; and whether any of these changed."""
 
     factors: list[str | None] = field(default_factory=list)
     normed: int = 0
@@ -204,7 +204,7 @@ class _Addition:
     used: int  # statements
 
     def arguments(self) -> str:
-        """Of ``_add_norm``."""
+        """The arguments of ``_add_norm``."""
         words = [] if self.first is None else [f"first=self.{self.first}"]
         words += [] if self.x_scale is None else [f"x_scale={ast.unparse(self.x_scale)}"]
         return ", ".join([ast.unparse(self.x), self.residual, *words])

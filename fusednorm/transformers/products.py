@@ -45,7 +45,7 @@ class PatchedProduct(Patched):
 
 
 class PatchedConv1D(PatchedProduct):
-    """The same for a module whose weight is [K, N]."""
+    """A product by a module whose weight is [K, N], as GPT-2's."""
 
     _turned = True
 

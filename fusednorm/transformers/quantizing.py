@@ -325,7 +325,7 @@ def _source(of_class: type) -> str:
 
 
 def _with_progress(taken: list[_Place]) -> Iterator[_Place]:
-    """The same; a model that takes more than two seconds shows a bar, unless transformers' are turned off."""
+    """The modules one by one; a bar shows where they take more than two seconds, unless bars are turned off."""
     try:
         from transformers.utils.logging import tqdm
     except ModuleNotFoundError:

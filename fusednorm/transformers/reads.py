@@ -73,7 +73,7 @@ class Reads:
         self.values: dict[str, Any] = {}
 
     def of(self, owner: object) -> Reads:
-        """The same for an object for which they hold, with its own values, so that each call finds the same objects.
+        """The reads for one object, with its own values, so that each call finds the same objects.
 
         Of what two objects share, a compiler asks at each call whether they still do.
         """

@@ -221,7 +221,7 @@ class Tables(tuple[Tensor, Tensor]):
 
     @staticmethod
     def from_angles(angles: Tensor) -> Tensor:
-        """All columns."""
+        """The cosines (or sines) of all columns."""
         return angles
 
     @classmethod

@@ -30,7 +30,7 @@ say_once = cache(say)
 
 
 class Backend(CPUAttentionBackend):  # type: ignore[misc]
-    """In place of vLLM's for CPUs, whose name it keeps, because vLLM asks for it."""
+    """The backend that replaces vLLM's for CPUs. It keeps the name of that, because vLLM asks for it."""
 
     @staticmethod
     def get_impl_cls() -> type[Implementation]:

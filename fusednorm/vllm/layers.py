@@ -115,7 +115,7 @@ def _rms_norm_gated(layer: Any, flags: dict[str, Any], x: Tensor, z: Tensor | No
 
 
 def _norm_of_gated_step(layer: Any, of_model: Roundings) -> tuple[str, dict[str, Any]] | None:
-    """Of Mamba 2. vLLM keeps it where several processes share a group, and without a weight."""
+    """The gated norm of Mamba 2. vLLM keeps its own where several processes share a group, and without a weight."""
     whole_groups = layer.tp_size == 1 or (layer.n_groups > 1 and layer.n_groups % layer.tp_size == 0)
     if not (whole_groups and layer.use_rms_norm):
         return None
@@ -199,7 +199,7 @@ def _rotary_embedding_step(layer: Any, of_model: Roundings) -> tuple[str, dict[s
 def _rotary_embedding(
     layer: Any, flags: dict[str, Any], positions: Tensor, query: Tensor, key: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None] | None:
-    """In place, as vLLM's own kernel for CPUs."""
+    """Rotates q and k in place, as vLLM's own kernel for CPUs."""
     alike = query.dtype in _FLOATS and (key is None or key.dtype == query.dtype)
     if not alike or positions.dim() != 1:
         return None
@@ -216,7 +216,7 @@ def _rotated(
     sin: Tensor,
     positions: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """In place: rows of ``cos`` and ``sin`` by ``positions``, or a row for each token without them."""
+    """Rotates in place, by the rows of ``cos`` and ``sin`` that ``positions`` names, or by one for each token."""
     shape = query.shape[0], -1, layer.head_size
     q = query.view(shape)
     if key is None:
@@ -234,7 +234,7 @@ def _mrope_step(layer: Any, of_model: Roundings) -> tuple[str, dict[str, Any]]:
 def _mrope(
     layer: Any, flags: dict[str, Any], positions: Tensor, query: Tensor, key: Tensor, offsets: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None] | None:
-    """In place, as vLLM's kernel for GPUs. A token of an image has three positions, each for a part of the pairs."""
+    """Rotates in place, as vLLM does on GPUs. A token of an image has three positions, each for some of the pairs."""
     if positions.dim() == 1:
         return _rotary_embedding(layer, flags, positions, query, key)
     if query.dtype not in _FLOATS or key.dtype != query.dtype:
@@ -253,7 +253,7 @@ def _parts(sizes: list[int], interleaved: bool) -> list[int]:
 
 
 def _apply_rotary_emb_step(layer: Any, of_model: Roundings) -> tuple[str, dict[str, Any]] | None:
-    """Of vision towers, which enable it always. A rotation of text has one inside that it does not call."""
+    """The step of ``ApplyRotaryEmb`` in vision towers; a rotation of text holds one that it never calls."""
     if not layer._enforce_enable:
         return None
     in_float32 = {"round_products": False}

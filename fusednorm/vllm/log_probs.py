@@ -35,7 +35,7 @@ def replace() -> None:
 
 
 def _of_logits(theirs: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """In place of a method that samples, and returns what the sampler's mode asks for."""
+    """Replaces a method that samples, and returns what the sampler's mode asks for."""
 
     @wraps(theirs)
     def forward(self: Any, *arguments: Any, **keywords: Any) -> tuple[Tensor, Tensor | None]:

@@ -27,7 +27,7 @@ _METHODS = {
 
 
 class Product(torch.nn.Module):
-    """In place of the function by which one of vLLM's layers multiplies; for ``fusednorm.contract`` it is a module."""
+    """Stands for the function by which one of vLLM's layers multiplies; for ``fusednorm.contract`` it is a module."""
 
     _fusednorm_within = True
 
@@ -85,7 +85,7 @@ def replace() -> None:
 
 
 def _processing(theirs: Callable[[Any, Any], None], say: Callable[[str], None]) -> Callable[[Any, Any], None]:
-    """In place of a method's ``process_weights_after_loading``; vLLM also calls it after weights are loaded again."""
+    """Replaces a method's ``process_weights_after_loading``; vLLM also calls it after weights are loaded again."""
 
     @wraps(theirs)
     def process_weights_after_loading(self: Any, layer: Any) -> None:

@@ -76,7 +76,7 @@ def takes_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: 
 def takes_fused(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> bool:
-    """As :func:`takes_norm`, for ``fused_add_rms_norm``. It is in place, so both operands must be contiguous."""
+    """Whether fusednorm takes ``fused_add_rms_norm``. It is in place, so both operands must be contiguous."""
     return (
         takes_norm(x, weight, epsilon, variance_size)
         and x_residual.dtype == x.dtype

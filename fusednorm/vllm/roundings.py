@@ -1,4 +1,4 @@
-"""Where the steps of a model round: a row for each kind of step, with the flags of each contract.
+"""The table of where the steps of a model round: a row for each kind of step, with the flags of each contract.
 
 ``vllm`` is vLLM's own code, ``default`` fusednorm's functions without flags, and ``huggingface`` Llama and most
 families of transformers. Where another family rounds is read from a patched model of that family without contents.

@@ -284,7 +284,7 @@ SQUARE = torch.zeros(40, 40)
         (
             lambda: linear(X, WEIGHT, out=torch.zeros(4, 6, 7), out_dtype=BF16),
             TypeError,
-            "out must have the dtype out_dtype bfloat16, got float32; pass only one of both",
+            "out must have the dtype out_dtype bfloat16, got float32; pass either, not both",
         ),
         (lambda: linear(SQUARE, SQUARE.clone(), out=SQUARE), ValueError, "out shares memory with x"),
         (lambda: linear(SQUARE.clone(), SQUARE, out=SQUARE), ValueError, "out shares memory with weight"),

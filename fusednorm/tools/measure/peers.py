@@ -48,7 +48,7 @@ class Implementation(NamedTuple):
     others: Mapping[str, Build] = {}
 
     def of(self, op: str) -> Build | None:
-        """As ``build``, for an operation of :data:`.workloads.OPERATIONS`; None if it has no such function."""
+        """The contender for an operation of :data:`.workloads.OPERATIONS`; None if it has no such function."""
         return self.build if op == "add_norm" else self.others.get(op)
 
     def pure(self, weight: Tensor, eps: float, op: str) -> Callable[[Tensor, Tensor], Tensor]:
@@ -139,7 +139,7 @@ def eager(device: torch.device) -> list[Implementation]:
 
 
 def compiled(device: torch.device) -> list[Implementation]:
-    """The same under ``torch.compile``, compiled again for each number of threads."""
+    """A formula under ``torch.compile``, compiled again for each number of threads."""
 
     def compile_it(call: Call) -> Call:
         torch.compiler.reset()

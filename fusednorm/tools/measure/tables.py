@@ -28,7 +28,7 @@ def figure(times: dict[str, Any]) -> str:
 
 
 def microseconds(times: dict[str, Any]) -> float:
-    """Of a call; on a GPU within a graph."""
+    """Microseconds of a call; on a GPU within a graph."""
     found: float = times["eager"] if times["graph"] is None else times["graph"]
     return found
 

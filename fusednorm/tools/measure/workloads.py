@@ -275,7 +275,7 @@ GRADIENTS = {
 
 
 def every_measured() -> dict[str, Measured]:
-    """All that ``bench`` times forward: what takes rows alone, and no keys, whose number its shapes do not say."""
+    """The operations that ``bench`` times forward: those without keys, whose number its shapes do not say."""
     named = {measured.listed.name for measured in OPERATIONS.values()}
     others = {
         name: listed for name, listed in every().items() if name not in named and not (listed.of_keys or listed.dtypes)
