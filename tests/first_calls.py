@@ -46,11 +46,12 @@ def test_rows(dtype, hidden):
     fusednorm.layer_norm(x, weight, weight)
     fusednorm.rms_norm_gated(x, residual, weight)
     fusednorm.log_softmax(x)
+    fusednorm.linear(x, weight.expand(3, hidden))
     for activation in ACTIVATIONS:
         fusednorm.gate(x, residual, activation=activation)
     leaf = x.clone().requires_grad_()
-    outputs = fusednorm.fused_add_rms_norm(leaf, residual, weight), fusednorm.gate(leaf, residual)
-    torch.autograd.grad(outputs[0][0].sum() + outputs[1].sum(), leaf)
+    outputs = fusednorm.fused_add_rms_norm(leaf, residual, weight)[0], fusednorm.gate(leaf, residual)
+    torch.autograd.grad(sum(y.sum() for y in (*outputs, fusednorm.rms_norm_gated(leaf, residual, weight))), leaf)
 
 
 @pytest.mark.parametrize("name", QUANTIZATIONS)
