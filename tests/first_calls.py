@@ -51,7 +51,9 @@ def test_rows(dtype, hidden):
         fusednorm.gate(x, residual, activation=activation)
     leaf = x.clone().requires_grad_()
     outputs = fusednorm.fused_add_rms_norm(leaf, residual, weight)[0], fusednorm.gate(leaf, residual)
-    torch.autograd.grad(sum(y.sum() for y in (*outputs, fusednorm.rms_norm_gated(leaf, residual, weight))), leaf)
+    outputs += (fusednorm.rms_norm_gated(leaf, residual, weight),)
+    outputs += (fusednorm.selected_log_prob(leaf, torch.arange(120).view(2, 20, 3) % hidden),)
+    torch.autograd.grad(sum(y.sum() for y in outputs), leaf)
 
 
 @pytest.mark.parametrize("name", QUANTIZATIONS)

@@ -255,6 +255,15 @@ def test_outputs_share_memory_as_the_callers_do(calls):
     assert all(call.out.data_ptr() == call.x.data_ptr() for call in checks)
 
 
+def test_an_id_is_there_twice(calls):
+    ids = torch.arange(12).view(6, 2)
+    fusednorm.selected_log_prob(torch.randn(6, 40), ids)
+    *checks, last = calls
+    assert last.tensors["ids"].equal(ids)
+    assert checks
+    assert all((call.tensors["ids"].diff() == 0).any() for call in checks)
+
+
 LARGE = {
     "rows": lambda: fusednorm.rms_norm(torch.zeros(20_000, 512)),
     "levels": lambda: fusednorm.rms_norm(torch.zeros(20, 600, 2, 512)[:, :, 0]),

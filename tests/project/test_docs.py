@@ -85,7 +85,7 @@ def test_commands_name_the_torch_that_they_install():
 
 
 def documented(page):
-    """The full names that docs/api.md has: in tables of signatures, and in directives of Sphinx."""
+    """The full names in tables of calls (docs/api.md), and in directives of Sphinx (docs/docstrings.rst)."""
     in_tables = {f"fusednorm.{name}" for name in re.findall(r"^\| `([\w.]+)\(", page, flags=re.M)}
     directives = set(re.findall(r"^\.\. [\w:]+:: (fusednorm\.[\w.]+)", page, flags=re.M))
     for module, options in re.findall(r"^\.\. automodule:: (fusednorm\S*)\n((?:   .*\n)*)", page, flags=re.M):
@@ -99,7 +99,9 @@ def documented(page):
 
 def test_every_public_name_is_in_the_reference():
     """By one of its names: `use_backend` has two. Functions and modules of `fusednorm` itself are in a table."""
-    in_tables, directives = documented((ROOT / "docs" / "api.md").read_text())
+    in_tables, directives = documented(
+        "".join((ROOT / "docs" / page).read_text() for page in ("api.md", "docstrings.rst"))
+    )
     known, missing = [pkgutil.resolve_name(name) for name in in_tables | directives], []
     for module in map(import_module, public_api.MODULES):
         for name in public_api.names(module):
@@ -109,7 +111,9 @@ def test_every_public_name_is_in_the_reference():
             called = inspect.isfunction(value) or (inspect.isclass(value) and issubclass(value, torch.nn.Module))
             if module is fusednorm and called and full not in in_tables:
                 missing.append(f"{full}, in a table")
-    assert not missing, f"docs/api.md lacks {missing}: write `name(signature)` in a table, or a directive"
+    assert not missing, (
+        f"lacking: {missing}; write `name(operands)` in docs/api.md, or a directive in docs/docstrings.rst"
+    )
 
 
 def test_every_operation_is_in_the_specification():
