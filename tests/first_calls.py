@@ -46,12 +46,14 @@ def test_rows(dtype, hidden):
     fusednorm.layer_norm(x, weight, weight)
     fusednorm.rms_norm_gated(x, residual, weight)
     fusednorm.log_softmax(x)
-    fusednorm.linear(x, weight.expand(3, hidden))
+    fusednorm.linear(x, weight.expand(9, hidden))
     for activation in ACTIVATIONS:
         fusednorm.gate(x, residual, activation=activation)
     leaf = x.clone().requires_grad_()
     outputs = fusednorm.fused_add_rms_norm(leaf, residual, weight)[0], fusednorm.gate(leaf, residual)
-    outputs += (fusednorm.rms_norm_gated(leaf, residual, weight),)
+    outputs += tuple(
+        fusednorm.rms_norm_gated(leaf, residual, weight, norm_before_gate=first) for first in (True, False)
+    )
     outputs += (fusednorm.selected_log_prob(leaf, torch.arange(60).view(20, 3) % hidden),)
     torch.autograd.grad(sum(y.sum() for y in outputs), leaf)
 
