@@ -33,7 +33,7 @@ def add_menu(_: Any, page: str, source: list[str]) -> None:
     """Makes a menu of the index's shelves, which GitHub would show as blocks of code."""
     if page == "index":
         for shelf, pages in re.findall(r"^\*\*(\w+)\*\*\n\n((?:- .+\n)+)", source[0], flags=re.M):
-            names = "\n".join(re.findall(r"\((\w+)\.md\)", pages))
+            names = "\n".join(re.findall(r"\((\w+)\.(?:md|rst)\)", pages))
             source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {shelf}\n\n{names}\n```\n"
 
 

@@ -11,6 +11,7 @@ import csv
 import math
 from collections.abc import Callable, Iterable
 from html import escape
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 
@@ -18,34 +19,28 @@ DOCS = Path(__file__).parents[1]
 WIDTH = 420
 #: Of README's pictures, which stand side by side.
 HEIGHT = 315
-RED, ORANGE, BLUE, GREEN, PURPLE, BROWN, GREY = (
-    "#c0392b",
-    "#f39c12",
-    "#1f77b4",
-    "#2a9d4a",
-    "#7e57c2",
-    "#8d6e63",
-    "#8a8f98",
-)
+RED, ORANGE, BLUE, GREEN, PURPLE, GREY = "#c0392b", "#f39c12", "#1f77b4", "#2a9d4a", "#7e57c2", "#8a8f98"
 
-#: Of norms.csv, which docs/performance.md explains.
-MACHINES = ("AMD Zen 4", "Intel Sapphire Rapids")
+#: Where norms.csv was measured, as docs/performance.md says.
+MACHINE = "AMD Zen 4"
+#: The columns of the table of docs/performance.md, and the bars of README's first picture.
+DTYPES = {"16 bits": ("bfloat16", "float16"), "float32": ("float32",)}
 
 
-def measured(machine: str) -> list[dict[str, str]]:
-    """The rows of norms.csv of one machine: microseconds of a call of one shape."""
+def measured() -> list[dict[str, str]]:
+    """The rows of norms.csv: microseconds of a call of one shape."""
     with (DOCS / "images" / "norms.csv").open() as file:
-        return [row for row in csv.DictReader(file) if row["machine"] == machine]
+        return list(csv.DictReader(file))
 
 
-def ratios(machine: str, dtypes: Iterable[str]) -> dict[str, list[float]]:
+def ratios(dtypes: Iterable[str]) -> dict[str, list[float]]:
     """How many times as long others take for the same call: one number for each shape, dtype and number of threads."""
     pairs = {
         "torch eager": ("new", "eager"),
         "torch.compile": ("new", "compiled"),
         "vLLM's operator, in place": ("in place", "vLLM"),
     }
-    rows = [row for row in measured(machine) if row["dtype"] in dtypes]
+    rows = [row for row in measured() if row["dtype"] in dtypes]
     return {name: [float(row[theirs]) / float(row[ours]) for row in rows] for name, (ours, theirs) in pairs.items()}
 
 
@@ -53,21 +48,21 @@ def _short(ratio: float) -> str:
     return f"{ratio:.1f}" if ratio < 10 else f"{ratio:.0f}"
 
 
+def summary(found: list[float]) -> str:
+    """Median, least and most."""
+    return f"{_short(median(found))} ({_short(min(found))} to {_short(max(found))})"
+
+
 def medians() -> list[str]:
-    """The numbers of README's first picture, as README says them: one machine's and the other's."""
-    found = [ratios(machine, ("bfloat16", "float16")) for machine in MACHINES]
-    return [" and ".join(_short(median(machine[name])) for machine in found) for name in found[0]]
+    """The numbers of README's first picture in 16 bits, as README says them."""
+    return [_short(median(found)) for found in ratios(DTYPES["16 bits"]).values()]
 
 
 def figures() -> list[str]:
     """The table of docs/performance.md: median, least and most."""
-    kinds = {"16 bits": ("bfloat16", "float16"), "float32": ("float32",)}
-    columns = [(machine, words, ratios(machine, dtypes)) for words, dtypes in kinds.items() for machine in MACHINES]
-    lines = ["| | " + " | ".join(f"{machine}, {words}" for machine, words, _ in columns) + " |", "|---" * 5 + "|"]
-    for name in columns[0][2]:
-        cells = [f"{_short(median(r[name]))} ({_short(min(r[name]))} to {_short(max(r[name]))})" for *_, r in columns]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return lines
+    columns = [ratios(dtypes) for dtypes in DTYPES.values()]
+    lines = [f"| {MACHINE} | {' | '.join(DTYPES)} |", "|---" * (1 + len(columns)) + "|"]
+    return lines + [f"| {name} | {' | '.join(summary(one[name]) for one in columns)} |" for name in columns[0]]
 
 
 #: The lines of README's table of all operations, by their names in that of docs/performance.md.
@@ -85,6 +80,7 @@ GROUPS = {
     "`log_softmax`": ("log_softmax",),
     "`gelu`, `gelu_and_mul`": ("gelu", "gelu_and_mul"),
     "`modulate`": ("modulate",),
+    "products: `linear`": ("linear",),
 }
 
 
@@ -147,29 +143,26 @@ def svg(height: float, label: str, *parts: str) -> str:
 
 
 def speed() -> str:
-    """README's bars: how many times as long others take."""
-    found = {machine: ratios(machine, ("bfloat16", "float16")) for machine in MACHINES}
-    colours = dict(zip(MACHINES, (BLUE, ORANGE), strict=True))
-    left, unit = 14, 46.0
+    """README's bars: how many times as long others take, and of which shapes the least and the most."""
+    left, unit = 14, 36.0
     parts = [
         text(left, 26, "Time of one call, beside fusednorm's", size=16, bold=True),
-        text(left, 45, "bfloat16 and float16 on a CPU, median of all shapes", colour="#57606a"),
+        text(left, 45, f"{MACHINE}, median of all shapes (least to most)", colour="#57606a"),
     ]
     at = 58.0
-    for machine, colour in colours.items():
-        parts += [bar(left if machine == "AMD Zen 4" else 130, at, 11, 11, colour)]
-        parts += [text(30 if machine == "AMD Zen 4" else 146, at + 10, machine, size=12)]
+    for place, (words, colour) in enumerate(zip(DTYPES, (RED, ORANGE), strict=True)):
+        parts += [bar(left + 100 * place, at, 11, 11, colour), text(left + 16 + 100 * place, at + 10, words, size=12)]
     at = 96.0
-    for name in found["AMD Zen 4"]:
+    for name in ratios(DTYPES["16 bits"]):
         parts.append(text(left, at, name))
-        for machine, colour in colours.items():
-            value = median(found[machine][name])
-            parts += [bar(left, at + 6, value * unit, 15, colour)]
-            parts += [text(left + value * unit + 6, at + 18, f"{value:.1f}x", bold=True)]
+        for dtypes, colour in zip(DTYPES.values(), (RED, ORANGE), strict=True):
+            found = ratios(dtypes)[name]
+            width = median(found) * unit
+            parts += [bar(left, at + 6, width, 15, colour), text(left + width + 6, at + 18, summary(found), bold=True)]
             at += 17
         at += 28
     parts.append(text(left, at, "fusednorm"))
-    parts += [bar(left, at + 6, unit, 15, RED), text(left + unit + 6, at + 18, "1x", bold=True)]
+    parts += [bar(left, at + 6, unit, 15, GREY), text(left + unit + 6, at + 18, "1", bold=True)]
     return svg(HEIGHT, "Bars: how many times as long as fusednorm others take for one call", *parts)
 
 
@@ -201,28 +194,28 @@ def _log_axis(low: float, high: float, begin: float, end: float) -> Callable[[fl
 
 
 def performance() -> str:
-    """Gigabytes per second by bytes of a call, of Sapphire Rapids with two threads."""
+    """Gigabytes per second by bytes of a call, with two threads."""
     styles = {
         "in place": ("fusednorm, in place", RED, 3),
         "new": ("fusednorm, new outputs", ORANGE, 3),
         "vLLM": ("vLLM, in place", PURPLE, 1.5),
-        "SGLang": ("SGLang, in place", BROWN, 1.5),
         "compiled": ("torch.compile", GREEN, 1.5),
         "eager": ("torch eager", BLUE, 1.5),
         "copy": ("a copy of as many bytes", GREY, 1.5),
     }
     parts = [text(14, 26, "Gigabytes per second, by bytes of a call", size=16, bold=True)]
-    parts.append(text(14, 45, "Intel Sapphire Rapids, 2 threads; both scales are logarithmic", colour="#57606a"))
+    parts.append(text(14, 45, f"{MACHINE}, 2 threads; both scales are logarithmic", colour="#57606a"))
     for index, (name, colour, width) in enumerate(styles.values()):
         x, y = (14, 216)[index % 2], 66 + 18 * (index // 2)
         dash = ' stroke-dasharray="4 3"' if colour == GREY else ""
         parts.append(f'<path d="M{x} {y - 4}h18" stroke="{colour}" stroke-width="{width}"{dash}/>')
         parts.append(text(x + 24, y, name, size=12))
     top, height = 168.0, 170.0
-    rows = [row for row in measured("Intel Sapphire Rapids") if row["threads"] == "2"]
+    rows = [row for row in measured() if row["threads"] == "2"]
     for dtype in dict.fromkeys(row["dtype"] for row in rows):
         size = 4 if dtype == "float32" else 2
-        points = sorted((4 * size * int(row["rows"]) * int(row["N"]), row) for row in rows if row["dtype"] == dtype)
+        numbers = [(4 * size * int(row["rows"]) * int(row["N"]), row) for row in rows if row["dtype"] == dtype]
+        points = sorted(numbers, key=itemgetter(0))
         across = _log_axis(6e3, 8e8, 52, WIDTH - 14)
         up = _log_axis(0.1, 300, top + height, top)
         parts.append(text(14, top - 10, dtype, bold=True))
