@@ -1,6 +1,8 @@
 """Scripts of benchmarks/ that pages name: training with each norm, pictures of figures, and a GPU's session."""
 
+import ast
 import json
+import pkgutil
 import runpy
 import sys
 from importlib import import_module
@@ -20,6 +22,19 @@ def run(*arguments):
     done = python(*arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_scripts_import_what_the_library_has():
+    """In functions too, which run where there is a GPU or another package."""
+    missing = []
+    for script in SCRIPTS.glob("*.py"):
+        for node in ast.walk(ast.parse(script.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fusednorm"):
+                module = import_module(node.module)
+                names = [one.name for one in node.names if not hasattr(module, one.name)]
+                submodules = {part.name for part in pkgutil.iter_modules(getattr(module, "__path__", ()))}
+                missing += [(script.name, name) for name in names if name not in submodules]
+    assert missing == []
 
 
 def test_training(tmp_path):
