@@ -8,15 +8,14 @@ import torch
 from every_operation import DIFFERENTIATED, FUNCTIONS, MORE, clones, function_of, gradients, recorded
 
 import fusednorm
-from fusednorm import Quantization
+from fusednorm.conformance.test_quantized import PRESETS
 from fusednorm.engine import self_check
 
 pytestmark = pytest.mark.filterwarnings("error:the backend '.*' has other bits than the reference here:RuntimeWarning")
 
 EVERY = {name: (function_of(name), operands) for name, operands in FUNCTIONS.items()} | MORE
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
-QUANTIZATIONS = {name: one for name, one in vars(fusednorm.quantizations).items() if isinstance(one, Quantization)}
-QUANTIZATIONS = {name: one for name, one in QUANTIZATIONS.items() if "STATIC" not in name and "TENSOR" not in name}
+QUANTIZATIONS = {name: one for name, one in PRESETS.items() if "STATIC" not in name and "TENSOR" not in name}
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu2", "sigmoid")
 
 

@@ -18,10 +18,10 @@ from random import Random
 import torch
 
 import fusednorm
-from fusednorm import Quantization, quantizations
 from fusednorm.backends import cpu
 from fusednorm.calls.call import ACTIVATIONS
 from fusednorm.conformance.cases import differing
+from fusednorm.conformance.test_quantized import PRESETS
 from fusednorm.declare.declaration import Role
 from fusednorm.torch_ops.operator import DECLARED
 from fusednorm.torch_ops.registered import exported
@@ -35,7 +35,7 @@ NAMES = tuple(exported())
 TEXTS = {
     "activation": ACTIVATIONS,
     "clamp": ("before", "after"),
-    "quantization": [str(q) for q in vars(quantizations).values() if isinstance(q, Quantization)],
+    "quantization": [*map(str, PRESETS.values())],
 }
 
 

@@ -10,6 +10,7 @@ import torch
 import fusednorm
 import fusednorm.onnx
 from fusednorm.calls.call import ACTIVATIONS
+from fusednorm.conformance.test_quantized import PRESETS
 
 onnxruntime = pytest.importorskip("onnxruntime", reason="tox installs it")
 pytest.importorskip("onnxscript", reason="tox installs it")
@@ -145,11 +146,7 @@ def test_bits_of_gates_and_rotations():
 
 
 def presets():
-    return {
-        name: value
-        for name, value in vars(fusednorm.quantizations).items()
-        if isinstance(value, fusednorm.Quantization) and value.scale_dtype is None
-    }
+    return {name: value for name, value in PRESETS.items() if value.scale_dtype is None}
 
 
 def test_bits_of_quantization(rows):
