@@ -119,7 +119,7 @@ def listed(outputs):
 
 
 def bytes_of(tensors):
-    """The bits of a tensor, with numbers of 8 bits as bytes."""
+    """A list of tensors, those of 8-bit numbers as bytes."""
     return [t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in tensors]
 
 

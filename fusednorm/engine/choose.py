@@ -181,7 +181,7 @@ def _unusable(name: str, device: torch.device) -> list[str]:
 
 
 def _unknown(name: str, operation: Operation) -> list[str]:
-    """The parts of an operation that a backend does not know, because they may be younger; empty if it knows all."""
+    """A sentence if a part of an operation is younger than the backend and unknown to it; empty if it knows all."""
     known: frozenset[str] = getattr(load(name), "KNOWS", frozenset())
     for feature in operation.features:
         if feature not in known:

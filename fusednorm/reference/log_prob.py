@@ -325,7 +325,7 @@ def selected_gradient(
 
 
 def _of_part(d: Tensor, places: Tensor, p: Tensor) -> Tensor:
-    """The ids of a part of rows: places before it and behind it count as one more element."""
+    """The gradient of a part of rows: places before it and behind it count as one more element."""
     size = p.shape[-1]
     places = torch.where((places < 0) | (places > size), size, places)
     return _of_places(d, places, torch.nn.functional.pad(p, (0, 1)))[..., :size]

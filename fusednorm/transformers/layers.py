@@ -64,7 +64,7 @@ def rewritten(layer_class: type, norms: frozenset[str]) -> Rewritten:
 
 @dataclass
 class _Counts:
-    """Counts of :class:`Rewritten`, of some statements; and whether any of these changed."""
+    """The counts of :class:`Rewritten` for some statements, and whether any of these changed."""
 
     factors: list[str | None] = field(default_factory=list)
     normed: int = 0

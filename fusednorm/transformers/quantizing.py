@@ -325,7 +325,7 @@ def _source(of_class: type) -> str:
 
 
 def _with_progress(taken: list[_Place]) -> Iterator[_Place]:
-    """The modules one by one; a bar shows where they take more than two seconds, unless bars are turned off."""
+    """The modules one by one; a bar shows if they take over two seconds, unless transformers' are turned off."""
     try:
         from transformers.utils.logging import tqdm
     except ModuleNotFoundError:

@@ -221,7 +221,7 @@ class Tables(tuple[Tensor, Tensor]):
 
     @staticmethod
     def from_angles(angles: Tensor) -> Tensor:
-        """The cosines (or sines) of all columns."""
+        """A table with all columns, of those without repetition."""
         return angles
 
     @classmethod

@@ -253,7 +253,7 @@ def _parts(sizes: list[int], interleaved: bool) -> list[int]:
 
 
 def _apply_rotary_emb_step(layer: Any, of_model: Roundings) -> tuple[str, dict[str, Any]] | None:
-    """The step of ``ApplyRotaryEmb`` in vision towers; a rotation of text holds one that it never calls."""
+    """The step of vision towers, which always enable it; a rotation of text holds one that it never calls."""
     if not layer._enforce_enable:
         return None
     in_float32 = {"round_products": False}

@@ -72,7 +72,7 @@ MODULES = {
 }
 EVERY = CALLS | MODULES
 #: The names of other libraries: their own Python is traced in `test_compiled`.
-PORTS = [name for name in MODULES if not hasattr(fusednorm, name.split()[0])]
+PORTS = [name for name in MODULES if name.split()[0] not in fusednorm.__all__]
 #: Export traces these in both ways: the compiler, which `strict` has trace, traces all calls in other tests.
 STRICT = ["fused_add_rms_norm", "rms_norm_add_rms_norm", "qk_norm_rope", "gate", "quantize", "AddRMSNorm", "Zamba 2"]
 #: How a dimension follows from the number of rows and their length, by its size in the tables.

@@ -44,7 +44,7 @@ class Step:
         return f"{self.name}: {self.operation}({flags}), {str(self.dtype)[6:]}"
 
     def _identity(self) -> list[Any] | None:
-        """Equal for all calls with the same bits; None for an addition that rounds the sum, as all libraries do."""
+        """A list, equal for calls with the same bits; None for an addition that rounds the sum, as all libraries do."""
         if self.operation == "add":
             return None
         fused = self.operation == "fused_add_rms_norm" and "round_sum" in self.flags

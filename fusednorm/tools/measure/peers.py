@@ -48,7 +48,7 @@ class Implementation(NamedTuple):
     others: Mapping[str, Build] = {}
 
     def of(self, op: str) -> Build | None:
-        """The contender for an operation of :data:`.workloads.OPERATIONS`; None if it has no such function."""
+        """The ``build`` of an operation of :data:`.workloads.OPERATIONS`; None if it has no such function."""
         return self.build if op == "add_norm" else self.others.get(op)
 
     def pure(self, weight: Tensor, eps: float, op: str) -> Callable[[Tensor, Tensor], Tensor]:

@@ -275,7 +275,7 @@ GRADIENTS = {
 
 
 def every_measured() -> dict[str, Measured]:
-    """The operations that ``bench`` times forward: those without keys, whose number its shapes do not say."""
+    """The operations that ``bench`` times forward: those of rows, as shapes name no number of keys."""
     named = {measured.listed.name for measured in OPERATIONS.values()}
     others = {
         name: listed for name, listed in every().items() if name not in named and not (listed.of_keys or listed.dtypes)
