@@ -2,6 +2,9 @@
 
 import ctypes
 import enum
+import functools
+import hashlib
+import importlib.metadata
 import importlib.util
 import itertools
 import os
@@ -10,10 +13,12 @@ import shutil
 import struct
 import subprocess
 import sys
+import zlib
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import kept
 import kernel_kinds
 import pytest
 import torch
@@ -72,15 +77,45 @@ def tool(name):
     return next(path for nvidia in folders for path in Path(nvidia).rglob(name) if path.is_file())
 
 
+@functools.cache
+def compilers():
+    """The versions of all that makes and lists machine code, and the sources."""
+    packages = ("nvidia-cuda-nvrtc", "nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm")
+    return [*map(importlib.metadata.version, packages), cuda_compiler._sources()]
+
+
+def of_compilers(what, variant, capability, make):
+    """What ``make(code)`` returns of a compiled variant. tox keeps it for the same sources and compilers."""
+
+    def made():
+        return zlib.compress(make(cuda_compiler.compiled(variant, capability)))
+
+    if kept.FOLDER is None:
+        return zlib.decompress(made())
+    key = repr((what, variant.kernel, cuda_compiler.options(variant, capability), compilers()))
+    return zlib.decompress(kept.made_once(kept.FOLDER / "cuda-code" / hashlib.sha256(key.encode()).hexdigest(), made))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_old_files():
+    if kept.FOLDER is not None:
+        kept.forget_old(kept.FOLDER / "cuda-code")
+
+
+def listed(code, folder):
+    """Machine code as text, and what it takes."""
+    file = folder / "kernel.cubin"
+    file.write_bytes(code)
+    environment = {**os.environ, "PATH": f"{tool('nvdisasm').parent}{os.pathsep}{os.environ['PATH']}"}
+    command = [tool("cuobjdump"), "-res-usage", "-sass", file]
+    return subprocess.run(command, env=environment, capture_output=True, check=True).stdout
+
+
 class Code:
     """The machine code of a kernel, which spills nothing, and takes no more than a block has."""
 
     def __init__(self, variant, capability, folder):
-        file = folder / "kernel.cubin"
-        file.write_bytes(cuda_compiler.compiled(variant, capability))
-        environment = {**os.environ, "PATH": f"{tool('nvdisasm').parent}{os.pathsep}{os.environ['PATH']}"}
-        command = [tool("cuobjdump"), "-res-usage", "-sass", file]
-        listing = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+        listing = of_compilers("listing", variant, capability, lambda code: listed(code, folder)).decode()
         line = r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?"
         self.instructions = re.findall(line + r"([A-Z][\w.]+)", listing, re.MULTILINE)
         #: Where instructions that store 16 bytes add something to an address: what they add.
@@ -100,7 +135,7 @@ class Code:
 
 def exact_ptx(variant, capability):
     """The PTX of a kernel, where nothing is fused, flushed or approximate."""
-    ptx = cuda_compiler.compiled(variant, capability + 4).decode()  # NVRTC does not know such a GPU
+    ptx = of_compilers("PTX", variant, capability + 4, bytes).decode()  # NVRTC does not know such a GPU
     assert not re.findall(r"\bfma\b|\.ftz|\.approx", ptx), variant
     return ptx
 

@@ -102,14 +102,21 @@ void add_constant(Kernel* kernel, int at, int preset, unsigned long long value) 
     kernel->constants.push_back({at, (machine::Preset)preset, value});
 }
 
-// Returns 0; or 1 if the machine does not know the instruction.
-int add_instruction(Kernel* kernel, const char* name, int predicate, int negated, int count, const long long* operands) {
-    const auto found = machine::handlers().find(name);
-    if (found == machine::handlers().end() || count > machine::MOST_OPERANDS) return 1;
-    machine::Instruction i{name, found->second.first, found->second.second, predicate, negated != 0, count, {}, 0, 0, 0};
-    memcpy(i.operands, operands, count * sizeof *operands);
-    kernel->code.push_back(i);
-    return 0;
+// Each instruction is, in turn: the number of its name, a predicate or -1, whether that is negated, how many operands, and
+// these. Returns -1; or the number of a name that the machine does not know, or not with so many operands.
+long long add_instructions(Kernel* kernel, const char* const* names, const long long* code, long long length) {
+    const long long* const end = code + length;
+    while (code < end) {
+        const int count = (int)code[3];
+        const auto found = machine::handlers().find(names[code[0]]);
+        if (found == machine::handlers().end() || count > machine::MOST_OPERANDS) return code[0];
+        machine::Instruction i{found->first, found->second.first, found->second.second, (int)code[1], code[2] != 0, count,
+                               {},           0,                   0,                    0};
+        memcpy(i.operands, code + 4, count * sizeof *code);
+        kernel->code.push_back(i);
+        code += 4 + count;
+    }
+    return -1;
 }
 
 void allow_shared(Kernel* kernel, int bytes) { kernel->shared_of_launch_allowed = bytes; }

@@ -5,11 +5,13 @@ import ctypes
 import functools
 import hashlib
 import os
+import pickle
 import subprocess
 import tempfile
 from pathlib import Path
 
 import numpy as np
+from kept import made_once
 
 from ptx import text
 
@@ -70,26 +72,30 @@ def library():
     return found
 
 
+def read(ptx, name):
+    """The kernel of this name. Beside the machine is kept what was read, which takes longer than to execute it."""
+    if "PTX_MACHINE" not in os.environ:
+        return text.read(ptx, name)
+    file = Path(os.environ["PTX_MACHINE"], "read", hashlib.sha256(f"{name}\0{ptx}".encode()).hexdigest())
+    return pickle.loads(made_once(file, lambda: pickle.dumps(text.read(ptx, name), pickle.HIGHEST_PROTOCOL)))
+
+
 def load(ptx, name):
     """A kernel in the machine: its address, and what was read.
 
     Raises:
         text.RefusedError: the machine does not know an instruction, or a GPU's assembler might fuse it with another.
     """
-    kernel = text.read(ptx, name)
-    machine = library()
-    waits = any(i[0] == "griddepcontrol.wait" for i in kernel.code)
-    address = ctypes.c_void_p(
-        machine.new_kernel(
-            name.encode(), kernel.registers, kernel.shared, kernel.parameters, kernel.threads, int(waits)
-        )
-    )
+    kernel, machine = read(ptx, name), library()
+    shape = kernel.registers, kernel.shared, kernel.parameters, kernel.threads
+    address = ctypes.c_void_p(machine.new_kernel(name.encode(), *shape, "griddepcontrol.wait" in kernel.names))
     for register, preset, value in kernel.constants:
         machine.add_constant(address, register, preset, ctypes.c_ulonglong(value))
-    for what, predicate, negated, operands in kernel.code:
-        given = (ctypes.c_longlong * len(operands))(*operands)
-        if machine.add_instruction(address, what.encode(), predicate, int(negated), len(operands), given):
-            raise text.RefusedError(f"{name}: the machine does not know {what} with {len(operands)} operands")
+    names = (ctypes.c_char_p * len(kernel.names))(*map(str.encode, kernel.names))
+    code = (ctypes.c_longlong * len(kernel.code)).from_buffer_copy(kernel.code)
+    unknown = machine.add_instructions(address, names, code, len(code))
+    if unknown >= 0:
+        raise text.RefusedError(f"{name}: the machine does not know {kernel.names[unknown]} with so many operands")
     return address.value, kernel
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from array import array
 from dataclasses import dataclass, field
 
 #: What a register holds when a thread begins; as in machine.h, where CONSTANT is 0.
@@ -47,8 +48,11 @@ class Kernel:
     registers: int = 0
     #: (register, preset, value)
     constants: list[tuple[int, int, int]] = field(default_factory=list)
-    #: (name, predicate or -1, whether it is negated, operands)
-    code: list[tuple[str, int, bool, list[int]]] = field(default_factory=list)
+    #: Those of its instructions.
+    names: list[str] = field(default_factory=list)
+    #: Of each instruction: the number of its name, a predicate or -1, whether that is negated, the number of operands,
+    #: and these.
+    code: array = field(default_factory=lambda: array("q"))
 
 
 def aligned(offset, alignment):
@@ -109,11 +113,12 @@ class Reader:
         statements = list(self.statements(text[found.end() : text.rindex("}")]))
         for alignment, symbol in launch:  # behind what the kernel declares, as the driver puts it
             self.kernel.shared = self.symbols[symbol] = aligned(self.kernel.shared, int(alignment))
-        for statement in statements:
-            self.instruction(statement)
-        for number, (kernel_name, predicate, negated, operands) in enumerate(self.kernel.code):
-            if kernel_name.startswith("bra"):
-                self.kernel.code[number] = (kernel_name, predicate, negated, [self.labels[operands[0]]])
+        code = [self.instruction(statement) for statement in statements]
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(name for name, *_ in code))}
+        self.kernel.names = list(numbers)
+        for name, predicate, negated, operands in code:
+            found = [self.labels[operands[0]]] if name.startswith("bra") else operands
+            self.kernel.code.extend((numbers[name], predicate, negated, len(found), *found))
 
     def parameters(self, text):
         offset = 0
@@ -215,6 +220,7 @@ class Reader:
         return [-1 if part == "_" else self.operand(part) for part in parts]
 
     def instruction(self, statement):
+        """Its name, a predicate or -1, whether that is negated, and its operands; of a branch its label."""
         predicate, negated = -1, False
         if statement[0] == "@":
             guard, _, statement = statement.partition(" ")
@@ -253,7 +259,7 @@ class Reader:
             numbers = [self.operand(operand) for operand in operands]
         if name == "bar.sync" and (len(operands) != 1 or self.value(operands[0]) != 0):
             raise RefusedError(f"another barrier than the block's: {statement}")
-        self.kernel.code.append((name, predicate, negated, numbers))
+        return name, predicate, negated, numbers
 
     def refuse(self, name, operands):
         """Refuses what rounds elsewhere than the contract says, or leaves the assembler a choice."""
