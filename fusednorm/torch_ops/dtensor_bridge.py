@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from fusednorm.calls import checks, must_be_seen
 from fusednorm.torch_ops.registered import ARGUMENTS
@@ -49,6 +50,8 @@ def in_one_operator(name: str, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _is_dtensor(operand: object) -> bool:
+    if operand is None or type(operand) in (Tensor, Parameter):  # asked first: a compiler reads sys.modules for 30 ms
+        return False
     tensor = sys.modules.get("torch.distributed.tensor")
     return tensor is not None and isinstance(operand, tensor.DTensor)
 
