@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import operator
 import warnings
 from collections.abc import Callable
 from enum import Enum
@@ -18,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fusednorm.transformers.replacing import ATTACHED
 
@@ -46,11 +47,53 @@ def traced(call: Callable[..., Any], *inputs: tuple[tuple[int, ...], torch.dtype
         made = [None if one is None else torch.empty(one[0], dtype=one[1]) for one in inputs]
         before, _torchs_log.disabled = _torchs_log.disabled, True  # it shows operations that fail as its own faults
         try:
-            return make_fx(call)(*made).graph
+            return _Operations(made).of(call)
         except Exception as error:  # the code may raise anything for a tensor that it does not expect
             raise LeftAloneError(f"it cannot be traced: {in_a_line(error)}") from error
         finally:
             _torchs_log.disabled = before
+
+
+class _Operations(TorchDispatchMode):
+    """Notes the operations that a call has torch's dispatcher run.
+
+    ``make_fx`` does so too, in twice the time: it changes a method of all modules before each trace, and after it.
+    """
+
+    def __init__(self, inputs: list[Tensor | None]) -> None:
+        super().__init__()
+        self.inputs, self.graph = inputs, fx.Graph()
+        self._nodes: dict[int, tuple[Tensor, fx.Node]] = {}
+        for place, one in enumerate(inputs):
+            self._noted(one, self.graph.placeholder(f"input_{place}"))
+
+    def of(self, call: Callable[..., Any]) -> fx.Graph:
+        """The operations of a call on the inputs, of which its result is made."""
+        with self:
+            result = call(*self.inputs)
+        self.graph.output(tree_map_only(Tensor, self._node, result))
+        self.graph.eliminate_dead_code()
+        return self.graph
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = tree_map_only(Tensor, self._node, (args, kwargs or {}))
+        result = operation(*args, **(kwargs or {}))
+        node = self.graph.call_function(operation, *given)
+        self._noted(result, node)
+        if isinstance(result, tuple | list):
+            for place, part in enumerate(result):
+                self._noted(part, self.graph.call_function(operator.getitem, (node, place)))
+        return result
+
+    def _noted(self, value: Any, node: fx.Node) -> None:
+        node.meta["val"] = value
+        if isinstance(value, Tensor):
+            self._nodes[id(value)] = value, node  # held, so that no other tensor has its number
+
+    def _node(self, tensor: Tensor) -> fx.Node:
+        """The operation that returned a tensor. Others, which the call found somewhere, are constants."""
+        found = self._nodes.get(id(tensor))
+        return self.graph.create_node("get_attr", "a constant") if found is None else found[1]
 
 
 def in_a_line(error: Exception) -> str:

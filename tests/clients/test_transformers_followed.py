@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
 
 import fusednorm.transformers
 from fusednorm.transformers import patching
-from fusednorm.transformers.reads import Reads
+from fusednorm.transformers.reads import Reads, traced
 
 transformers = pytest.importorskip("transformers", reason="the tox environment `transformers` installs it")
 
@@ -152,6 +155,33 @@ class Documented(torch.nn.Module):
     def forward(self, x, residual):
         y = self.norm(x + residual)
         return 2 * y
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, weight: functional.rms_norm(x, (4,), weight, 1e-6),
+        lambda x, weight: functional.layer_norm(x, (4,), weight, None, 1e-6),
+        lambda x, weight: (x.float().pow_(2).add_(1).to(x.dtype), weight),
+        lambda x, weight: x.chunk(2, -1)[1].detach(),
+        lambda x, weight: functional.silu(x) * torch.tensor(2.0),
+    ],
+)
+def test_a_trace_has_the_operations_that_make_fx_finds(call):
+    x, weight = torch.randn(2, 4).bfloat16(), torch.ones(4).bfloat16()
+
+    def of(graph):
+        nodes = [node for node in graph.nodes if node.users or node.op in ("placeholder", "output")]
+        for number, node in enumerate(nodes):
+            node.name = f"n{number}"
+        # Both ways to copy a constant are none that a formula has.
+        targets = [str(node.target).replace("fresh_copy", "fresh") * (node.op == "call_function") for node in nodes]
+        return [(target, str(node.args), str(node.kwargs)) for target, node in zip(targets, nodes, strict=True)]
+
+    found = traced(call, *[(tuple(t.shape), t.dtype) for t in (x, weight)])
+    with FakeTensorMode() as mode, torch.no_grad():
+        expected = make_fx(call)(mode.from_tensor(x), mode.from_tensor(weight)).graph
+    assert of(found) == of(expected)
 
 
 def test_a_decorator_that_documents_is_left_out():
