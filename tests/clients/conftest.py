@@ -1,6 +1,7 @@
 """Patched layers that fuse nothing, and vLLM as it was, for tests of the plug-in in this process."""
 
 import logging
+import os
 
 import pytest
 
@@ -11,6 +12,18 @@ def unfused(monkeypatch):
     from fusednorm.transformers import modules
 
     return lambda: monkeypatch.setattr(modules, "_added", lambda *_: None)
+
+
+@pytest.fixture(scope="session")
+def eagerly(tmp_path_factory):
+    """Variables for engines whose models run eagerly, and which share a cache: both save 7 s of an engine.
+
+    vLLM's sampler is compiled all the same, unless torch compiles nothing. And vLLM starts a process to look at a kind
+    of models, and keeps what it found.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    shared = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    return {"TORCHDYNAMO_DISABLE": "1", "VLLM_CACHE_ROOT": str(shared / "vllm")}
 
 
 @pytest.fixture

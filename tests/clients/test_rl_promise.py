@@ -14,9 +14,10 @@ if find_spec("vllm") is None:
 SCRIPT = Path(__file__).parents[2] / "docs" / "examples" / "rl_promise.py"
 
 
-def test_log_probabilities_are_equal(tmp_path, monkeypatch):
+def test_log_probabilities_are_equal(tmp_path, monkeypatch, eagerly):
     """Of each token of prompts and of answers, alone and in batches, with gradients; and of none without fusednorm."""
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    for name, value in eagerly.items():
+        monkeypatch.setenv(name, value)
     command = [sys.executable, "-P", SCRIPT, "--only", "all", "without fusednorm", "--json", tmp_path / "json"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -57,12 +57,11 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def engine(models, tmp_path_factory):
+def engine(models, tmp_path_factory, eagerly):
     """Runs jobs (model, dtype, compiled or eager, further arguments) in one process; its results and what it said.
 
     All processes share vLLM's cache: what it keeps of a model with the plug-in must not be taken without it.
     """
-    cache = tmp_path_factory.mktemp("cache")
 
     def run(jobs, changed=False, **environment):
         folder = tmp_path_factory.mktemp("engine")
@@ -78,7 +77,8 @@ def engine(models, tmp_path_factory):
         environment = {
             **ENVIRONMENT,
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CACHE_ROOT": str(cache),
+            **eagerly,
+            "TORCHDYNAMO_DISABLE": str(int(all(way == "eager" for _, _, way, _ in jobs))),
             **environment,
         }
         script = Path(__file__).with_name("vllm_engine.py")

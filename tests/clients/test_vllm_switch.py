@@ -31,7 +31,7 @@ def save(folder, family):
     transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(folder)
 
 
-def difference(folder, setting):
+def difference(folder, setting, eagerly):
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "FUSEDNORM_"))}
     environment |= {
         "FUSEDNORM_VLLM": setting,
@@ -39,7 +39,7 @@ def difference(folder, setting):
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    environment |= {"VLLM_CACHE_ROOT": str(folder / "cache"), "VLLM_CPU_KVCACHE_SPACE": "1", "COLUMNS": "150"}
+    environment |= {**eagerly, "VLLM_CPU_KVCACHE_SPACE": "1", "COLUMNS": "150"}
     command = [sys.executable, "-P", "-m", "fusednorm", "difference", folder, "vllm", "--prompt", PROMPT]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
     shown = [line.split() for line in done.stdout.splitlines()]
@@ -62,10 +62,10 @@ def products():
 
 
 @pytest.mark.parametrize("family", ["Qwen3", pytest.param("Gemma2", marks=pytest.mark.slow)])
-def test_both_sides_agree(tmp_path, family):
+def test_both_sides_agree(tmp_path, eagerly, family):
     """Equal digests, and equal bits in all steps and products; the log says which contract is in force."""
     save(tmp_path, family)
-    status, digests, shares, said = difference(tmp_path, "huggingface")
+    status, digests, shares, said = difference(tmp_path, "huggingface", eagerly)
     assert status == 0, said
     assert len(digests) == 2
     assert digests[0] == digests[1]
@@ -75,10 +75,10 @@ def test_both_sides_agree(tmp_path, family):
 
 
 @pytest.mark.slow
-def test_both_sides_differ(tmp_path):
+def test_both_sides_differ(tmp_path, eagerly):
     """vLLM's own rounding beside the model's own: norms of sums and rotations, and no other step."""
     save(tmp_path, "Qwen3")
-    status, digests, shares, said = difference(tmp_path, "vllm")
+    status, digests, shares, said = difference(tmp_path, "vllm", eagerly)
     assert status == 1, said
     assert digests[0] != digests[1]
     differing = {"input_layernorm", "post_attention_layernorm", "self_attn"}
