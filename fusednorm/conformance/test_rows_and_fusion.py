@@ -291,12 +291,13 @@ def test_repetition(mode, agree):
 
 FLUSH = """
 import sys, torch, fusednorm
+from fusednorm.conformance.plugin import Mode
 torch.set_num_threads(2)  # several sums of blocks of rows, added by the caller
 x, weight = torch.full((64, 1024), 2.0**-130), torch.ones(1024, requires_grad=True)
 ones, dy = torch.ones_like(x), torch.full_like(x, 2.0**-135)
 if not torch.set_flush_denormal(True):
     sys.exit("this processor cannot flush subnormals: nothing was tested")
-with fusednorm.use_backend(sys.argv[1]), fusednorm.calls.process.waiting_for_kernels():
+with Mode(*sys.argv[1:]).active():
     _, total = fusednorm.fused_add_rms_norm(x, x, eps=0.0, residual_out=torch.empty_like(x))
     (dweight,) = torch.autograd.grad(fusednorm.rms_norm(ones, weight, 0.0), weight, dy)
 flushes = (x[0] + 0.0).view(torch.int32).eq(0).all().item()  # the caller's setting is as it was
@@ -310,6 +311,6 @@ def test_subnormals_survive_a_caller_that_flushes_them(mode):
         pytest.skip("NumPy's operations follow torch's setting, as do torch's without the C library (docs/spec.md)")
     if mode.on_gpu:
         pytest.skip("a GPU does not see its caller's setting")
-    run = [sys.executable, "-P", "-c", FLUSH, mode.backend]
+    run = [sys.executable, "-P", "-c", FLUSH, mode.backend, *([mode.variant] if mode.variant else [])]
     done = subprocess.run(run, capture_output=True, text=True, check=True)
     assert done.stdout == f"True [{1 << 20}] [{1 << 20}]\n"  # 2^-129, and 64 times 2^-135

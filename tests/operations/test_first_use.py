@@ -211,8 +211,9 @@ def a_fork_meanwhile():
     begun, forked, register_fake = threading.Event(), threading.Event(), torch.library.register_fake
 
     def slow(*arguments, **named):
-        begun.set()
-        forked.wait(0.2)  # if the fork waits for this, in vain
+        if not begun.is_set():
+            begun.set()
+            forked.wait(0.2)  # if the fork waits for this, in vain
         register_fake(*arguments, **named)
 
     torch.library.register_fake = slow
