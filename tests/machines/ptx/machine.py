@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import tempfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -77,7 +78,7 @@ def read(ptx, name):
     if "PTX_MACHINE" not in os.environ:
         return text.read(ptx, name)
     file = Path(os.environ["PTX_MACHINE"], "read", hashlib.sha256(f"{name}\0{ptx}".encode()).hexdigest())
-    return pickle.loads(made_once(file, lambda: pickle.dumps(text.read(ptx, name), pickle.HIGHEST_PROTOCOL)))
+    return pickle.loads(zlib.decompress(made_once(file, lambda: zlib.compress(pickle.dumps(text.read(ptx, name)), 1))))
 
 
 def load(ptx, name):
