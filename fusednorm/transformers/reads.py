@@ -54,14 +54,14 @@ def traced(call: Callable[..., Any], *inputs: tuple[tuple[int, ...], torch.dtype
             _torchs_log.disabled = before
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the operations that a call has torch's dispatcher run.
 
     ``make_fx`` does so too, in twice the time: it changes a method of all modules before each trace, and after it.
     """
 
     def __init__(self, inputs: list[Tensor | None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.inputs, self.graph = inputs, fx.Graph()
         self._nodes: dict[int, tuple[Tensor, fx.Node]] = {}
         for place, one in enumerate(inputs):
