@@ -7,6 +7,7 @@ dependencies, so that the name does not matter. They run one after the other: `t
 """
 
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from tox.plugin import impl
@@ -42,6 +43,22 @@ class Shared(VirtualEnvRunner):
     def create_python_env(self):
         Shared.installed = False
         super().create_python_env()
+
+    #: The package, once it is built.
+    built = None
+
+    def _install_deps(self):
+        """Installs the dependencies, which one core does, and builds the package meanwhile."""
+        if self.package_env is None or Shared.installed:
+            super()._install_deps()
+            return
+        with ThreadPoolExecutor(1) as other:
+            building = other.submit(super()._build_packages)
+            super()._install_deps()
+        self.built = building.result()
+
+    def _build_packages(self):
+        return self.built or super()._build_packages()
 
     def _setup_pkg(self):
         if not Shared.installed:

@@ -217,7 +217,7 @@ ROWS = {
 }
 
 
-@on_ranks(2, 4)
+@on_ranks(2, pytest.param(4, marks=pytest.mark.release))
 @pytest.mark.parametrize("sharding", [Shard(0), Shard(1), Shard(2), Replicate()], ids=str)
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_stay_where_they_are(name, sharding):
