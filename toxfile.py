@@ -1,6 +1,7 @@
 """A part of tox's configuration: its environments that name one folder share what is installed there.
 
-Beside them, `aarch64` installs its processors in the background, because one core does nothing meanwhile.
+Beside them, `aarch64` installs its processors in the background, and `vllm` its packages, because one core does nothing
+meanwhile.
 
 tox makes an environment anew when it finds another environment's name in the folder. These environments have the same
 dependencies, so that the name does not matter. They run one after the other: `tox -p` is not for them.
@@ -9,6 +10,7 @@ dependencies, so that the name does not matter. They run one after the other: `t
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from threading import Lock, Thread
 
 from tox.plugin import impl
 from tox.tox_env.info import Info
@@ -66,8 +68,34 @@ class Shared(VirtualEnvRunner):
             Shared.installed = True
 
 
-#: What tox was asked to do, until the preparation begins.
-SESSION = []
+class Early(VirtualEnvRunner):
+    """A virtual environment that is set up while `types`, whose command takes one core, runs."""
+
+    def __init__(self, create_args):
+        super().__init__(create_args)
+        self._turn, self._error = Lock(), None
+
+    @staticmethod
+    def id():
+        return "early"
+
+    def setup(self):
+        """Sets it up, or waits for that."""
+        with self._turn:
+            if self._error is not None:
+                raise self._error
+            super().setup()
+
+    def begin(self):
+        """Sets it up. What goes wrong is said when it is wanted."""
+        try:
+            self.setup()
+        except Exception as error:
+            self._error = error
+
+
+#: What tox was asked to do, until the preparation begins; and what may then be set up early.
+SESSION, EARLY = [], []
 
 
 @impl
@@ -85,6 +113,8 @@ def tox_on_install(tox_env, arguments, section, of_type):
     while SESSION:
         state = SESSION.pop()
         root, names = state.conf.core["tox_root"], set(state.envs.iter())
+        if "types" in names:
+            EARLY.extend(env for env in map(state.envs.__getitem__, names) if isinstance(env, Early))
         if {"types", "aarch64"} <= names:
             command = [root / "tests" / "machines" / "emulation" / "aarch64", "--install", root]
             nothing = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
@@ -92,6 +122,15 @@ def tox_on_install(tox_env, arguments, section, of_type):
 
 
 @impl
+def tox_before_run_commands(tox_env):
+    """Begins with what can be set up early."""
+    if tox_env.name == "types":
+        for env in EARLY:
+            Thread(target=env.begin).start()
+
+
+@impl
 def tox_register_tox_env(register):
-    """Adds ``runner = shared``."""
+    """Adds ``runner = shared`` and ``runner = early``."""
     register.add_run_env(Shared)
+    register.add_run_env(Early)

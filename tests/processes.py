@@ -56,7 +56,7 @@ def _forked(arguments, env, cwd, timeout):
     if not _started or _started[0].poll() is not None:
         pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
         _started[:] = [subprocess.Popen([sys.executable, "-P", __file__], text=True, **pipes)]
-        atexit.register(_started[0].stdin.close)
+        atexit.register(_end, _started[0])
     forks = _started[0]
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("stdout", "stderr")]
@@ -71,6 +71,12 @@ def _forked(arguments, env, cwd, timeout):
     if status == -signal.SIGKILL:
         raise subprocess.TimeoutExpired(arguments, timeout, *output)
     return subprocess.CompletedProcess(arguments, status, *output)
+
+
+def _end(forks):
+    forks.stdin.close()
+    forks.wait()
+    forks.stdout.close()
 
 
 def _serve():
