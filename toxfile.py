@@ -89,7 +89,8 @@ class Early(VirtualEnvRunner):
     def begin(self):
         """Sets it up. What goes wrong is said when it is wanted."""
         try:
-            self.setup()
+            with self.display_context(suspend=False):
+                self.setup()
         except Exception as error:
             self._error = error
 
