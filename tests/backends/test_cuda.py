@@ -84,16 +84,17 @@ def compilers():
     return [*map(importlib.metadata.version, packages), cuda_compiler._sources()]
 
 
-def of_compilers(what, variant, capability, make):
+def of_compiled(what, variant, capability, make):
     """What ``make(code)`` returns of a compiled variant. tox keeps it for the same sources and compilers."""
 
     def made():
-        return zlib.compress(make(cuda_compiler.compiled(variant, capability)))
+        return make(cuda_compiler.compiled(variant, capability))
 
     if kept.FOLDER is None:
-        return zlib.decompress(made())
+        return made()
     key = repr((what, variant.kernel, cuda_compiler.options(variant, capability), compilers()))
-    return zlib.decompress(kept.made_once(kept.FOLDER / "cuda-code" / hashlib.sha256(key.encode()).hexdigest(), made))
+    file = kept.FOLDER / "cuda-code" / hashlib.sha256(key.encode()).hexdigest()
+    return zlib.decompress(kept.made_once(file, lambda: zlib.compress(made())))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -115,7 +116,7 @@ class Code:
     """The machine code of a kernel, which spills nothing, and takes no more than a block has."""
 
     def __init__(self, variant, capability, folder):
-        listing = of_compilers("listing", variant, capability, lambda code: listed(code, folder)).decode()
+        listing = of_compiled("listing", variant, capability, lambda code: listed(code, folder)).decode()
         line = r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?"
         self.instructions = re.findall(line + r"([A-Z][\w.]+)", listing, re.MULTILINE)
         #: Where instructions that store 16 bytes add something to an address: what they add.
@@ -135,7 +136,7 @@ class Code:
 
 def exact_ptx(variant, capability):
     """The PTX of a kernel, where nothing is fused, flushed or approximate."""
-    ptx = of_compilers("PTX", variant, capability + 4, bytes).decode()  # NVRTC does not know such a GPU
+    ptx = of_compiled("PTX", variant, capability + 4, bytes).decode()  # NVRTC does not know such a GPU
     assert not re.findall(r"\bfma\b|\.ftz|\.approx", ptx), variant
     return ptx
 
