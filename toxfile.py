@@ -33,6 +33,8 @@ class Shared(VirtualEnvRunner):
 
     #: Whether this session has installed the package there: for one environment it does so for all.
     installed = False
+    #: The package, once it is built.
+    built = None
 
     @staticmethod
     def id():
@@ -46,12 +48,10 @@ class Shared(VirtualEnvRunner):
         Shared.installed = False
         super().create_python_env()
 
-    #: The package, once it is built.
-    built = None
-
     def _install_deps(self):
         """Installs the dependencies, which one core does, and builds the package meanwhile."""
-        if self.package_env is None or Shared.installed:
+        left_out = self.package_env is None or getattr(self.options, "skip_pkg_install", False)
+        if left_out or Shared.installed:
             super()._install_deps()
             return
         with ThreadPoolExecutor(1) as other:
@@ -109,7 +109,8 @@ def tox_add_core_config(core_conf, state):
 def tox_on_install(tox_env, arguments, section, of_type):
     """Installs the emulated processors of `aarch64` while the first environments run, where both are asked for.
 
-    That environment does the same itself, waits for this, and says what goes wrong.
+    That environment does the same itself, waits for this, and says what goes wrong. Environments that may be set up
+    while `types` runs are noted.
     """
     while SESSION:
         state = SESSION.pop()
