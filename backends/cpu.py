@@ -35,7 +35,7 @@ fast_path: str | None = None
 #: The instruction sets of each architecture, the best last, whether this library was compiled for them or not.
 LADDERS = (
     ("scalar", "avx2", "avx512", "avx512_fp16", "zen4"),
-    ("scalar", "neon", "sve", "neon_bf16", "sve_bf16"),
+    ("neon", "sve", "neon_bf16", "sve_bf16"),
 )
 
 

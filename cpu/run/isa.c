@@ -16,19 +16,20 @@
 #elif defined(FN_X86_64)
 #define FN_VARIANTS FN_VARIANT(scalar) FN_VARIANT(avx2) FN_VARIANT(avx512) FN_VARIANT(zen4)
 #elif defined(FN_SVE)
-#define FN_VARIANTS FN_VARIANT(scalar) FN_VARIANT(neon) FN_VARIANT(sve) FN_VARIANT(neon_bf16) FN_VARIANT(sve_bf16)
+#define FN_VARIANTS FN_VARIANT(neon) FN_VARIANT(sve) FN_VARIANT(neon_bf16) FN_VARIANT(sve_bf16)
 #elif defined(FN_NEON_BF16)
-#define FN_VARIANTS FN_VARIANT(scalar) FN_VARIANT(neon) FN_VARIANT(neon_bf16)
+#define FN_VARIANTS FN_VARIANT(neon) FN_VARIANT(neon_bf16)
 #elif defined(FN_AARCH64)
-#define FN_VARIANTS FN_VARIANT(scalar) FN_VARIANT(neon)
+#define FN_VARIANTS FN_VARIANT(neon)
 #else
 #define FN_VARIANTS FN_VARIANT(scalar)
 #endif
 #endif
 
-static int fn_has_scalar(void) { return 1; }
 #if defined(FN_AARCH64)
 static int fn_has_neon(void) { return 1; }
+#else
+static int fn_has_scalar(void) { return 1; }
 #endif
 
 static const struct {

@@ -15,6 +15,7 @@ static void take_bytes(const int8_t *row, int64_t n, void *to) {
     memset((int8_t *)to + n, 0, (size_t)(padded(n) - n));
 }
 
+#if !defined(FN_AARCH64)
 static void dots_portable(int rows, const void *x, int64_t row_step, int columns, const int8_t *w, int64_t w_step, int64_t n, int32_t *sums,
                           int64_t step) {
     for (int r = 0; r < rows; r++)
@@ -27,6 +28,7 @@ static void dots_portable(int rows, const void *x, int64_t row_step, int columns
         }
 }
 static const struct fn_int8_dots portable = {1, take_bytes, dots_portable, 0};
+#endif
 
 #if defined(FN_X86_64)
 #include <immintrin.h>
@@ -199,7 +201,7 @@ static const struct fn_int8_dots neon_dot = {1, take_bytes, dots_neon_dot, 0};
 #endif
 
 const struct fn_int8_dots *fn_int8_dots_of(const char *isa) {
-    if (!strcmp(isa, "scalar")) return &portable;
+    (void)isa;
 #if defined(FN_NEON_BF16)
     if (fn_has_neon_dot()) return &neon_dot;
 #endif

@@ -1,6 +1,8 @@
-/* The kernels for any processor, one float at a time. */
+/* The kernels for any processor, one float at a time. AArch64 has none: each of its processors runs those for NEON. */
 #include "machine/half.h"
+#include "machine/target.h"
 
+#if !defined(FN_AARCH64)
 #define ISA scalar
 #define LANES 1
 #define FEW_KINDS 1 /* few processors run them */
@@ -48,3 +50,5 @@ FN_INLINE H2 h2_bf16(V a, V b) { return (H2){bf16_from_f32(a), bf16_from_f32(b)}
 
 #include "machine/pairs.h"
 #include "kernels/kernel_body.h"
+
+#endif

@@ -32,14 +32,24 @@ BETWEEN_ELEMENTS = True
 #: Whether tests make every call of a product: ``--everything``.
 EVERYTHING = False
 
+#: Whether a product's values need not meet in pairs: where a GPU is emulated, whose kernels are compiled for each call,
+#: and where Triton's interpreter runs them.
+VALUES_ALONE = False
+
 
 def covering(*axes, turn=0):
     """Rows of the axes' product: few, but any two values of two axes stand together in one of them.
 
     Most faults take one value, or two that meet. Tests that differ in ``turn`` take other rows, so that together they
-    have more. With :data:`EVERYTHING`, every row.
+    have more. With :data:`EVERYTHING`, every row; with :data:`VALUES_ALONE`, the first rows that have every value.
     """
-    return list(itertools.product(*axes)) if EVERYTHING else pairwise(*axes, turn=turn)
+    if EVERYTHING:
+        return list(itertools.product(*axes))
+    rows = pairwise(*axes, turn=turn)
+    if not VALUES_ALONE:
+        return rows
+    columns = zip(zip(*rows, strict=True), axes, strict=True)
+    return rows[: 1 + max(column.index(value) for column, axis in columns for value in axis)]
 
 
 def pairwise(*axes, turn=0):

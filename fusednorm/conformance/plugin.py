@@ -159,6 +159,7 @@ def pytest_runtest_call(item):
 def mode(request):
     """One mode, in force while the test runs."""
     cases.BETWEEN_ELEMENTS = not request.param.on_gpu
+    cases.VALUES_ALONE = request.param.emulated or request.param.interpreted
     with request.param.active():
         yield request.param
 

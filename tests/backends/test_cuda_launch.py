@@ -196,7 +196,9 @@ def test_a_norm_before_the_addition(between, hidden, round_norm, names):
         (Case(rows=12, hidden=72).of(BF16), 3, 1),  # several rows in a warp, each of another head
         (Case(rows=12, hidden=72).of(BF16), 3, 2),
         (Case(rows=6, hidden=128, residual=None).of(F16, round_norm=True), 2, 1),
-        (Case(rows=6, hidden=2056).of(BF16, weight=F32, weight_offset=0.5), 3, 2),
+        pytest.param(
+            Case(rows=6, hidden=2056).of(BF16, weight=F32, weight_offset=0.5), 3, 2, marks=pytest.mark.release
+        ),
         (Case(rows=4, hidden=20_008).of(F32, residual=BF16, round_sum=False), 2, 1),  # a cluster
         (Case(rows=4, hidden=1528).of(F64, weight_offset=0.5), 2, 2),
         (Case(rows=4, hidden=140_008).of(BF16, round_norm=True), 2, 1),
@@ -487,7 +489,9 @@ def test_where_rows_of_gates_lie(dtype, hidden, names):
     [
         (Case(rows=6, hidden=96).of(BF16, round_norm=True), 1),  # several rows in a warp
         (Case(rows=6, hidden=96).of(BF16), 2),
-        (Case(rows=4, hidden=2064).of(F16, residual=F32, weight=F32, weight_offset=0.5), 1),
+        pytest.param(
+            Case(rows=4, hidden=2064).of(F16, residual=F32, weight=F32, weight_offset=0.5), 1, marks=pytest.mark.release
+        ),
         (Case(rows=4, hidden=20_016).of(F32, residual=BF16, weight=None), 2),  # a cluster
         (Case(rows=4, hidden=528).of(F64, round_norm=True), 1),
         (Case(rows=2, hidden=140_016).of(BF16, round_norm=True), 1),
@@ -692,7 +696,11 @@ def log_probabilities(function, given, **flags):
     return found
 
 
-@pytest.mark.parametrize(("dtype", "hidden"), [(BF16, 140_003), (F16, 40), (F32, 20_008), (F64, 20_008)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "hidden"),
+    [(BF16, 140_003), (F16, 40), pytest.param(F32, 20_008, marks=pytest.mark.release), (F64, 20_008)],
+    ids=str,
+)
 def test_log_probabilities(dtype, hidden, names):
     """One kernel for each pass, of rows in two levels, of one block or of a cluster; each kind has its own."""
     generator = torch.Generator().manual_seed(hidden)

@@ -42,6 +42,17 @@ def test_another_turn_takes_other_rows():
     assert set(itertools.chain(*some)) == set(itertools.product(*axes))
 
 
+@pytest.mark.parametrize("axes", AXES.values(), ids=AXES)
+def test_values_alone(monkeypatch, axes):
+    """The first of the rows above that have every value; without the last of them a value is missing."""
+    whole = covering(*axes)
+    monkeypatch.setattr(cases, "VALUES_ALONE", True)
+    rows = covering(*axes)
+    assert rows == whole[: len(rows)]
+    assert [set(column) for column in zip(*rows, strict=True)] == [set(axis) for axis in axes]
+    assert [set(column) for column in zip(*rows[:-1], strict=True)] != [set(axis) for axis in axes]
+
+
 def test_everything_is_the_product(monkeypatch):
     monkeypatch.setattr(cases, "EVERYTHING", True)
     axes = AXES["sizes differ"]
