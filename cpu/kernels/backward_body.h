@@ -229,9 +229,10 @@ static int kind_of_rows(const struct fn_backward_job *job) {
     int kind = job->dy_kind;
     int same = job->h_kind == kind && (!job->dx || job->dx_kind == kind) && !job->dresidual &&
                (!job->d_total || job->d_total_kind == kind);
-    if (ALL_BF16 == BF16P && kind == BF16 && (!job->weight || job->weight_kind == BF16 || job->weight_kind == F32) &&
-        (!job->dbias || job->bias_kind == BF16 || job->bias_kind == F32))
+    if (ALL_BF16 == BF16P && kind == BF16) {
+        if ((job->weight && job->weight_kind == F16) || (job->dbias && job->bias_kind == F16)) return NONE;
         kind = BF16P;
+    }
     if (job->center && !FN_OF(centered_passes).sum[kind]) return NONE;
     return same ? kind : NONE;
 }
@@ -347,11 +348,7 @@ FN_INLINE void flush_row(int center, int kind, const struct fn_backward_job *job
     static void flush_##name(const struct fn_backward_job *job, struct fn_backward_part *part) {     \
         flush_row(center, kind, job, part);                                                                \
     }
-#define GRADIENTS(kind) GRADIENTS_OF(kind, 0, kind)
-GRADIENTS(F32) GRADIENTS(F16) GRADIENTS(BF16)
-#if defined(BF16_BY_PARITY)
-GRADIENTS(BF16P)
-#endif
+GRADIENTS_OF(f32, 0, F32) GRADIENTS_OF(f16, 0, F16) GRADIENTS_OF(bf16, 0, ALL_BF16)
 GRADIENTS_OF(centered, 1, kind_of_rows(job)) /* of any kind */
 
 /* A row of a head whose operands have several kinds: a job of its own, with its operands as float. */
@@ -385,8 +382,8 @@ static void gradients_of_row(const struct fn_backward_job *job, int64_t m, int64
         gradients_centered(&one, 0, 1, sums, merged, part);
         if (part->pending) flush_centered(&one, part);
     } else {
-        gradients_F32(&one, 0, 1, sums, merged, part);
-        if (part->pending) flush_F32(&one, part);
+        gradients_f32(&one, 0, 1, sums, merged, part);
+        if (part->pending) flush_f32(&one, part);
     }
     if (dx && dx != d) from_float(job->dx_kind, (const float *)d, dx, n);
     if (dresidual) from_float(job->dresidual_kind, (const float *)d, dresidual, n);
@@ -410,12 +407,9 @@ static const struct {
     fn_backward_flush *flush;
 } gradients[] = {
     [NONE] = {gradients_mixed, NULL}, /* nothing is pending after it */
-    [F32] = {gradients_F32, flush_F32},
-    [F16] = {gradients_F16, flush_F16},
-    [BF16] = {gradients_BF16, flush_BF16},
-#if defined(BF16_BY_PARITY)
-    [BF16P] = {gradients_BF16P, flush_BF16P},
-#endif
+    [F32] = {gradients_f32, flush_f32},
+    [F16] = {gradients_f16, flush_f16},
+    [ALL_BF16] = {gradients_bf16, flush_bf16},
 };
 
 void FN_OF(backward_rows)(const struct fn_backward_job *job, int64_t begin, int64_t end, struct fn_sum_stack *sums,

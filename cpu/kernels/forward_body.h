@@ -42,6 +42,7 @@ static struct plan plan_of(const struct fn_forward_job *job, int64_t rows) {
     /* h is an operand, unless it is a sum before rounding. The second pass reads an operand of out's kind, or float. */
     int operand = p.residual ? p.residual : p.x;
     p.keep = (p.residual && p.residual != F32 && !p.round_sum) || (operand != p.out && operand != F32);
+    if (FEW_KINDS && !(job->flags & FN_SCALE_ONLY)) p.keep = p.x != F32 || (p.residual != NONE && p.residual != F32);
     p.center = (job->flags & FN_CENTER) != 0;
     if (AFFINE && p.center && (p.residual ? p.x != p.residual || !FN_OF(centered_passes).add[p.x] : !FN_OF(centered_passes).sum[p.x]))
         p.keep = 1;
@@ -110,7 +111,7 @@ static struct fn_forward_job job_from(const struct fn_forward_job *job, int64_t 
 }
 
 #if AFFINE
-/* Rows of kinds that cannot be centered as they are: h is kept as float. */
+/* Rows of kinds that cannot be centered, or with FEW_KINDS summed, as they are: h is kept as float. */
 static void widen_rows(const struct fn_forward_job *part, const struct batch *batch) {
     for (int64_t k = 0; k < batch->rows; k++) {
         const struct row row = row_at(part->residual_kind, part, k);
@@ -141,12 +142,21 @@ static void center_rows(const struct plan *p, const struct fn_forward_job *part,
         batch->rstd[k] = passes->squares[p->h](batch->h + k * batch->h_stride, batch->mean[k], part->hidden, 0, batch->sums);
 }
 
+/* The sums of squares of rows of kinds that have no function. */
+static void sum_widened(const struct fn_forward_job *part, struct batch *batch) {
+    struct fn_forward_job kept = *part;
+    widen_rows(part, batch);
+    kept.x = (const char *)batch->kept;
+    kept.x_stride = batch->h_stride;
+    sums[F32][NONE][UNROUNDED](&kept, batch);
+}
 #endif
 
 /* The first pass over a batch, up to rstd. */
 static void first_pass(const struct plan *p, const struct fn_forward_job *part, struct batch *batch) {
 #if AFFINE
     if (p->center) center_rows(p, part, batch);
+    else if (FEW_KINDS && p->keep) sum_widened(part, batch);
     else
 #endif
     sums[p->x][p->residual][p->round_sum](part, batch);

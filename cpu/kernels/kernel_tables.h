@@ -10,7 +10,7 @@
  *   ADDS       x, residual: the sum alone
  *   ONE_KIND   bias, kind, residual, norm: x, residual, h and out are of one kind, and the weight is float
  *
- * With FEW_KINDS, SCALES_OF_ANY serves SCALES and AFFINE_AS_IS too.
+ * With FEW_KINDS, SCALES_OF_ANY serves SCALES and AFFINE_AS_IS too, and sums are of float alone.
  *
  * `bias` is its kind, NONE where the row is not affine. BF16P takes part in combinations of its own alone (see kinds.h). With
  * ROW_BY_ROW, tables of ONE_KIND are empty.
@@ -50,8 +50,10 @@
 #define SCALES_OF_ANY(fn) SCALES_OF_ANY_OF(fn, ANY, NONE) SCALES_OF_ANY_OF(fn, F32, F32)
 #define AFFINE_AS_IS(fn) AFFINE_AS_IS_OF(fn, F16) AFFINE_AS_IS_OF(fn, ALL_BF16)
 #if FEW_KINDS
+#undef SUMS
 #undef SCALES
 #undef AFFINE_AS_IS
+#define SUMS(fn) fn(F32, NONE, UNROUNDED) fn(F32, F32, UNROUNDED)
 #define SCALES(fn)
 #define AFFINE_AS_IS(fn)
 #endif
@@ -146,13 +148,15 @@ OVERLAPS(OVERLAP)
 overlap_fn *const FN_OF(overlaps)[KINDS][2][2][KINDS] = {[NONE] = {{{NULL}}}, OVERLAPS(OVERLAP_ENTRY)};
 
 /* The most frequent lengths of heads are known to the compiler; with a residual they gain 2 % in as much code again. */
+#define SHORT_OF(length, bias, kind, residual, norm) short_rows(kind, residual, norm, bias, length, job, begin, end, weight, a)
 #define SHORT(bias, kind, residual, norm)                                                                                 \
     static void short_##bias##_##kind##_##residual##_##norm(const struct fn_forward_job *job, int64_t begin, int64_t end, \
                                                               const void *weight, const struct affine *a) {               \
-        if (residual == NONE && job->hidden == 64) short_rows(kind, residual, norm, bias, 64, job, begin, end, weight, a);                    \
-        else if (residual == NONE && job->hidden == 128) short_rows(kind, residual, norm, bias, 128, job, begin, end, weight, a);             \
-        else if (residual == NONE && job->hidden == 256) short_rows(kind, residual, norm, bias, 256, job, begin, end, weight, a);             \
-        else short_rows(kind, residual, norm, bias, job->hidden, job, begin, end, weight, a);                             \
+        const int64_t known = residual == NONE && bias == NONE ? job->hidden : 0;                                         \
+        if (known == 64) SHORT_OF(64, bias, kind, residual, norm);                                                        \
+        else if (known == 128) SHORT_OF(128, bias, kind, residual, norm);                                                 \
+        else if (known == 256) SHORT_OF(256, bias, kind, residual, norm);                                                 \
+        else SHORT_OF(job->hidden, bias, kind, residual, norm);                                                           \
     }
 #define SHORT_ENTRY(bias, kind, residual, norm) \
     [kind][residual != NONE][norm != NONE][bias != NONE] = short_##bias##_##kind##_##residual##_##norm,

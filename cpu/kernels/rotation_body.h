@@ -145,7 +145,11 @@ typedef void turn_fn(struct turning);
     [kind][products != NONE][out] = {turn_halves_##kind##_##products##_##out, turn_pairs_##kind##_##products##_##out},
 /* Rows of one kind, and those that a norm passes on as float. */
 #define TURNS_OF(fn, kind) fn(kind, NONE, kind) fn(kind, kind, kind)
+#if FEW_KINDS
+#define TURNS(fn)
+#else
 #define TURNS(fn) fn(F32, NONE, F32) TURNS_OF(fn, F16) TURNS_OF(fn, ALL_BF16) fn(F32, NONE, F16) fn(F32, NONE, BF16)
+#endif
 TURNS(TURN)
 static turn_fn *const turns[KINDS][2][KINDS][2] = {[NONE] = {{{NULL}}}, TURNS(TURN_ENTRY)};
 
