@@ -56,6 +56,7 @@ def check(agree, given, about, out_dtype=None):
 
 
 @pytest.mark.parametrize("turn", range(len(DTYPES)))
+@pytest.mark.left_out("triton_ptx", of=["2", "3"])
 def test_any_int8_call(mode, agree, turn):
     for shape, bias, zero_point, out, data in covering(*AXES.values(), turn=turn):
         given = tensors(shape, bias, zero_point, data)

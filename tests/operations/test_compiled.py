@@ -71,8 +71,6 @@ MODULES = {
     ),
 }
 EVERY = CALLS | MODULES
-#: The names of other libraries: their own Python is traced in `test_compiled`.
-PORTS = [name for name in MODULES if name.split()[0] not in fusednorm.__all__]
 #: Export traces these in both ways: the compiler, which `strict` has trace, traces all calls in other tests.
 STRICT = ["fused_add_rms_norm", "rms_norm_add_rms_norm", "qk_norm_rope", "gate", "quantize", "AddRMSNorm", "Zamba 2"]
 #: How a dimension follows from the number of rows and their length, by its size in the tables.
@@ -187,10 +185,11 @@ def test_what_is_rounded_is_an_operator(name, operators):
 #: Functions that write, one of each kind: one mechanism makes them of the others.
 WRITING = ("fused_add_rms_norm_", "gate_", "qk_norm_rope_", "rms_norm with outputs")
 WRITING += ("rms_norm_quant with outputs", "linear with outputs", "attention with outputs", "modulate with outputs")
-#: All others that write, ports, and more calls of the same operators, which the test above compiles too, are compiled
-#: so before a release alone.
+#: All others that write, modules but one, and more calls of the same operators, which the test above compiles too, are
+#: compiled so before a release alone.
 LATER = [name for name in EVERY if name in MORE or (name.endswith(("_", " with outputs")) and name not in WRITING)]
-LATER += [*PORTS, "gelu_and_mul", "gelu_tanh_and_mul", "layer_norm_quant", "logsumexp", "relu2", "rms_norm_quant"]
+LATER += [name for name in MODULES if name != "AddRMSNorm"]
+LATER += ["gelu_and_mul", "gelu_tanh_and_mul", "layer_norm_quant", "logsumexp", "relu2", "rms_norm_quant"]
 ONE_GRAPH = [pytest.param(name, marks=[pytest.mark.release] * (name in LATER)) for name in EVERY]
 
 

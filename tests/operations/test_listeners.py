@@ -229,7 +229,7 @@ def test_fake_tensors(name):
             assert all(type(t) is FakeTensor or any(t is one for one in given) for t in found)
 
 
-@pytest.mark.parametrize("tracing", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize("tracing", ["real", pytest.param("fake", marks=pytest.mark.release), "symbolic"])
 @functions
 def test_make_fx(name, tracing):
     function, given = program(name)
