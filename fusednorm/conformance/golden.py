@@ -144,8 +144,8 @@ def of_oracles(vector):
 def read(file):
     """The vectors of a file. A tensor stands there once, with a number, and from then on the number alone.
 
-    Beside it, a file `.bits` has the tensors' bits, which so compress best: of all tensors, by their numbers, the highest
-    bytes, and then the other ones.
+    Beside it, a file `.bits` has the tensors' bits, so that they compress best: of all tensors, by their numbers, the
+    highest bytes, and then the other ones.
     """
     tensors = {}
 
