@@ -155,8 +155,8 @@ def read(file):
     vectors = json.loads(file.read_text(), object_hook=whole)
     bits = io.BytesIO(file.with_suffix(".bits").read_bytes())
     highest = [bits.read(math.prod(value["shape"])) for value in tensors.values()]
-    for value, bytes_ in zip(tensors.values(), highest, strict=True):
-        value["bits"] = bytes_ + bits.read(len(bytes_) * (getattr(torch, value["dtype"]).itemsize - 1))
+    for value, high in zip(tensors.values(), highest, strict=True):
+        value["bits"] = high + bits.read(len(high) * (getattr(torch, value["dtype"]).itemsize - 1))
     return vectors
 
 

@@ -106,8 +106,8 @@ class Mode:
 
     @property
     def on_gpu(self):
-        """Whether its kernels run on a GPU, be it emulated."""
-        return self.device != "cpu" or self.emulated
+        """Whether its kernels are those of a GPU, be it emulated, or Triton's interpreter in its place."""
+        return self.device != "cpu" or self.backend in ("cuda", "triton")
 
     @contextmanager
     def active(self):
@@ -158,7 +158,7 @@ def pytest_runtest_call(item):
 @pytest.fixture
 def mode(request):
     """One mode, in force while the test runs."""
-    cases.BETWEEN_ELEMENTS = not request.param.on_gpu and request.param.backend != "triton"  # be it interpreted
+    cases.BETWEEN_ELEMENTS = not request.param.on_gpu
     cases.VALUES_ALONE = request.param.emulated or request.param.interpreted
     with request.param.active():
         yield request.param

@@ -105,8 +105,8 @@ def check_after_norm(agree, tensors, quantization, about, normed=None, eps=1e-6,
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.left_out("triton_cpu")
-@pytest.mark.left_out("cuda", "triton_ptx", "triton", but=["VLLM_INT8_TOKEN_CPU", "VLLM_FP8_BLOCK_FUSED"])
-@pytest.mark.left_out("triton_ptx", of=["VLLM_INT8_TOKEN_CPU"])
+@pytest.mark.left_out("cuda", "triton", but=["VLLM_INT8_TOKEN_CPU", "VLLM_FP8_BLOCK_FUSED"])
+@pytest.mark.left_out("triton_ptx", but=["VLLM_FP8_BLOCK_FUSED"])
 def test_every_quantization(mode, agree, name):
     """All kinds of data and dtypes."""
     quantization = ALL[name]
