@@ -19,6 +19,7 @@ Survivors are to be looked at: some change nothing. Only faults that no such mut
 
 import argparse
 import filecmp
+import hashlib
 import os
 import shutil
 import subprocess
@@ -77,7 +78,6 @@ def build(mutant, folder):
 
 def run_tests(folder, backend, tests, capability="90", **environment):
     """Runs tests until one fails; on one backend if it has a name, of CUDA's as a GPU of this capability."""
-    # Without TOX_WORK_DIR the kernels of a mutant are not kept.
     clean = {k: v for k, v in os.environ.items() if not k.startswith("FUSEDNORM_") and k != "TOX_WORK_DIR"}
     if backend:
         clean["FUSEDNORM_BACKEND"] = backend
@@ -87,6 +87,9 @@ def run_tests(folder, backend, tests, capability="90", **environment):
     options = ("pytest", "-q", "-x", "--no-header", "--tb=no", "--rootdir=/", "-p", "no:cacheprovider", "--pyargs")
     command = (sys.executable, "-P", "-m", *options, *tests)
     if backend == "cuda":  # -s: the last words of a process that dies are not lost
+        # The machine, and kernels of the same sources, are compiled once for all mutants but the compiler's.
+        compiler = hashlib.sha256((folder / "backends/cuda/compiler.py").read_bytes()).hexdigest()[:8]
+        clean |= {"TOX_WORK_DIR": str(folder), "XDG_CACHE_HOME": str(folder / f"kept-{compiler}")}
         command = (folder / "tests/machines/emulation/ptx", "cuda", "--sm", capability, "--", *command, "-s")
     return subprocess.run(command, env=clean | environment, capture_output=True, text=True)
 
