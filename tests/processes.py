@@ -14,6 +14,7 @@ import sys
 import tempfile
 import textwrap
 import threading
+import time
 import traceback
 from pathlib import Path
 
@@ -62,13 +63,14 @@ def _forked(arguments, env, cwd, timeout):
         files = [Path(folder, name) for name in ("stdout", "stderr")]
         job = {"arguments": arguments, "env": env, "cwd": cwd, "files": [*map(str, files)]}
         print(json.dumps(job), file=forks.stdin, flush=True)
-        child = int(forks.stdout.readline())
+        child, begun = int(forks.stdout.readline()), time.monotonic()
         late = threading.Timer(timeout, os.kill, (child, signal.SIGKILL))
         late.start()
         status = int(forks.stdout.readline())
         late.cancel()
+        seconds = time.monotonic() - begun
         output = [file.read_text(errors="replace") for file in files]
-    if status == -signal.SIGKILL:
+    if status == -signal.SIGKILL and seconds >= timeout:
         raise subprocess.TimeoutExpired(arguments, timeout, *output)
     return subprocess.CompletedProcess(arguments, status, *output)
 

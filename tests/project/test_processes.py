@@ -1,6 +1,7 @@
 """Programs in processes that are forked end as those do for which Python was started."""
 
 import os
+import signal
 import subprocess
 
 import pytest
@@ -49,3 +50,8 @@ def test_what_torch_reads_takes_a_fresh_process():
 def test_a_program_that_hangs_is_killed():
     with pytest.raises(subprocess.TimeoutExpired):
         python("-c", "import time; time.sleep(60)", timeout=0.5)
+
+
+def test_a_program_that_is_killed_does_not_hang():
+    done = python("-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    assert done.returncode == -signal.SIGKILL
