@@ -27,6 +27,7 @@ import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))  # where Python is told to leave the script's folder out
 from mutants import MUTANTS, mechanical
@@ -76,21 +77,33 @@ def build(mutant, folder):
     subprocess.run((sys.executable, "-m", *install), check=True)
 
 
-def run_tests(folder, backend, tests, capability="90", **environment):
-    """Runs tests until one fails; on one backend if it has a name, of CUDA's as a GPU of this capability."""
+class Run(NamedTuple):
+    """Tests that run until one fails."""
+
+    tests: tuple[str, ...]
+    backend: str = ""
+    #: Of the GPU that the CPU stands in for; none: C, or Triton's interpreter.
+    capability: str = ""
+
+
+def run_tests(folder, run, **environment):
+    """Runs tests; those of a backend that has a name are those that its environment of tox leaves."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("FUSEDNORM_") and k != "TOX_WORK_DIR"}
-    if backend:
-        clean["FUSEDNORM_BACKEND"] = backend
-        if backend != "cuda":  # tests/conftest.py, which says so elsewhere, is not of the kit
-            clean["TRITON_INTERPRET"] = "1"
     # pytest finds a failed test again by its name only if the test lies in the root folder, and the kit is installed.
     options = ("pytest", "-q", "-x", "--no-header", "--tb=no", "--rootdir=/", "-p", "no:cacheprovider", "--pyargs")
-    command = (sys.executable, "-P", "-m", *options, *tests)
-    if backend == "cuda":  # -s: the last words of a process that dies are not lost
+    command = (sys.executable, "-P", "-m", *options, *run.tests)
+    if run.backend:
+        clean |= {"FUSEDNORM_BACKEND": run.backend, "PYTHONPATH": str(folder / "tests")}
+        if not any("/tests/" in test for test in run.tests):
+            command += ("-p", "conftest")  # for the kit alone: it knows what is left out
+        if run.backend.startswith("triton") and not run.capability:
+            clean["TRITON_INTERPRET"] = "1"
+    if run.capability:  # -s: the last words of a process that dies are not lost
         # The machine, and kernels of the same sources, are compiled once for all mutants but the compiler's.
         compiler = hashlib.sha256((folder / "backends/cuda/compiler.py").read_bytes()).hexdigest()[:8]
         clean |= {"TOX_WORK_DIR": str(folder), "XDG_CACHE_HOME": str(folder / f"kept-{compiler}")}
-        command = (folder / "tests/machines/emulation/ptx", "cuda", "--sm", capability, "--", *command, "-s")
+        emulation = (folder / "tests/machines/emulation/ptx", run.backend, "--sm", run.capability, "--")
+        command = (*emulation, *command, "-s")
     return subprocess.run(command, env=clean | environment, capture_output=True, text=True)
 
 
@@ -102,37 +115,47 @@ def of_tests(name, folder=ROOT):
 def in_first_calls(folder, mutant):
     """The first call in which a backend does not prove itself; None if there is none."""
     backend = mutant.backend or ("triton" if "triton" in mutant.file else "cpu")
-    done = run_tests(folder, backend, [str(folder / "tests/first_calls.py")], FUSEDNORM_SELF_CHECK="first")
-    return failure(done)
+    run = Run((str(folder / "tests/first_calls.py"),), backend)
+    return failure(run_tests(folder, run, FUSEDNORM_SELF_CHECK="first")), run
 
 
 def first_failure(folder, mutant):
-    """A test that fails, or how the tests end; None if all pass. The kit goes first: it guards the kernels."""
+    """A test that fails, or how the tests end, and its run; None if all pass."""
+    for run in runs(folder, mutant):
+        if found := failure(run_tests(folder, run)):
+            return found, run
+    return None, None
+
+
+def runs(folder, mutant):
+    """The runs of which one must notice a mutant. The kit goes first: it guards the kernels."""
     kit = "fusednorm.conformance.test_"
+    if mutant.backend:
+        files = (("quantizer", "quantized"), ("gate", "operations"), ("rotation", "rotation"))
+        about = [name for word, name in files if word in mutant.fault]
+        names = ("golden", "gradients", "forward", "rows_and_fusion", "quantized", "rotation")
+        first = [kit + name for name in (*((mutant.kit,) if mutant.kit else (*about, *names)), "operations")]
+        golden = f"{kit}golden"
+        if mutant.backend == "cuda":
+            first.insert(len(about), str(folder / "tests/backends/test_cuda_launch.py"))
+            older = Run((golden,), "cuda", "80")  # they round to 8 bits in integers
+            return Run(tuple(dict.fromkeys(first)), "cuda", "90"), older
+        if mutant.backend == "triton":
+            return Run((golden,), "triton"), Run(tuple(dict.fromkeys(first)), "triton", "90")
+        return (Run(tuple(dict.fromkeys(first)), mutant.backend),)
     first = [kit + name for name in ("forward", "rows_and_fusion", "golden", "gradients")]
     never = ("test_install.py", "test_mutations.py")  # the second would notice the change of the text itself
     others = [path for path in sorted(folder.glob("tests/*/test_*.py")) if path.name not in never]
     others = [path for path in others if path.parent.name != "clients"]
     name = mutant.fault.partition(":")[0]
-    if mutant.backend:  # interpreted: the quickest first, but for those of what the description names
-        files = (("quantizer", "quantized"), ("gate", "operations"), ("rotation", "rotation"))
-        about = [name for word, name in files if word in mutant.fault]
-        names = ("golden", "gradients", "forward", "rows_and_fusion", "quantized", "rotation")
-        first = [kit + name for name in (*((mutant.kit,) if mutant.kit else (*about, *names)), "operations")]
-        others = []
-        if mutant.backend == "cuda":
-            first.insert(len(about), folder / "tests/backends/test_cuda_launch.py")
-    elif found := of_tests(name, folder):
+    if found := of_tests(name, folder):
         first, others = found, []
         if name in OF_OPERATIONS:
             tables = ("one_call", "every_function", "bad_operands", "operators")
             first += [kit + "operations", *(folder / f"tests/operations/test_{table}.py" for table in tables)]
         if (folder / "fusednorm" / "conformance" / found[0].name).exists():
             first.append(kit + name.lower())
-    done = run_tests(folder, mutant.backend, dict.fromkeys(map(str, [*first, *others])))
-    if mutant.backend == "cuda" and done.returncode == 0:  # older GPUs round to 8 bits in integers
-        done = run_tests(folder, "cuda", [f"{kit}golden"], capability="80")
-    return failure(done)
+    return (Run(tuple(dict.fromkeys(map(str, [*first, *others])))),)
 
 
 def failure(done):
@@ -173,16 +196,16 @@ def main():
         folder = Path(name)
         for mutant in chosen:
             build(mutant, folder)
-            killer = (in_first_calls if options.self_check else first_failure)(folder, mutant)
+            killer, run = (in_first_calls if options.self_check else first_failure)(folder, mutant)
             survivors += killer is None
             if killer and "::" in killer:
-                killers.add((mutant.backend, killer.partition("[")[0]))
+                killers.add(run._replace(tests=(killer.partition("[")[0],)))
             how = "SURVIVED" if killer is None else "caught"
             print(f"{how}: {mutant.promise}: {mutant.fault}: {(killer or '').split('/')[-1]}", flush=True)
         build(None, folder)
-        broken = [test for backend, test in sorted(killers) if run_tests(folder, backend, [test]).returncode]
-    for test in broken:
-        print(f"{test} fails without a mutant too, and shows nothing")
+        broken = [run for run in sorted(killers) if run_tests(folder, run).returncode]
+    for run in broken:
+        print(f"{run.tests[0]} fails without a mutant too, and shows nothing")
     print(f"{len(chosen) - survivors} of {len(chosen)} mutants caught")
     return int(bool(broken or (survivors and not options.self_check)))
 
