@@ -141,7 +141,8 @@ def runs(folder, mutant):
             older = Run((golden,), "cuda", "80")  # they round to 8 bits in integers
             return Run(tuple(dict.fromkeys(first)), "cuda", "90"), older
         if mutant.backend == "triton":
-            return Run((golden,), "triton"), Run(tuple(dict.fromkeys(first)), "triton", "90")
+            interpreted = (golden, f"{kit}operations", "-k", "golden or separate_calls or long_rows or without_a_bias")
+            return Run(interpreted, "triton"), Run(tuple(dict.fromkeys(first)), "triton", "90")
         return (Run(tuple(dict.fromkeys(first)), mutant.backend),)
     first = [kit + name for name in ("forward", "rows_and_fusion", "golden", "gradients")]
     never = ("test_install.py", "test_mutations.py")  # the second would notice the change of the text itself
