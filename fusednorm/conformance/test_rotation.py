@@ -14,13 +14,16 @@ pytestmark = pytest.mark.promise("same bits")
 @pytest.mark.left_out("cuda", but=["bfloat16", "float64"])
 @pytest.mark.left_out("triton_ptx", but=["bfloat16"])
 def test_operator(mode, agree, dtype):
-    """Of any dtypes, which no public function combines."""
-    x, cos, sin = operands(Case(6, 40).of(dtype))[0].view(3, 2, 40), *operands(Case(3, 17, seed=3).of(F32))[:2]
+    """Of any dtypes, which no public function combines; and of odd heads, whose last number is left as it is."""
+    x, cos, sin = operands(Case(6, 40).of(dtype))[0].view(3, 2, 40), *operands(Case(3, 19, seed=3).of(F32))[:2]
     axes, turn = ((True, False), (None, *DTYPES), DTYPES), DTYPES.index(dtype)
     for interleaved, rounded_to, out in covering(*axes, turn=turn):
         found = torch.ops.fusednorm.rotate(x, cos, sin, interleaved, rounded_to, out)
         wanted = rotation.rotated(x, cos, sin, interleaved, rounded_to, out)
         agree(found, wanted, f"{interleaved}, {rounded_to}, {out}")
+    for interleaved in (True, False):
+        found = fusednorm.rotate(x[..., :39], cos, sin, interleaved=interleaved)
+        agree(found, rotation.rotated(x[..., :39], cos, sin, interleaved, None, dtype), f"odd heads, {interleaved}")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
