@@ -25,6 +25,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from configparser import ConfigParser
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -135,16 +136,17 @@ def runs(folder, mutant):
         about = [name for word, name in files if word in mutant.fault]
         names = ("golden", "gradients", "forward", "rows_and_fusion", "quantized", "rotation")
         first = [kit + name for name in (*((mutant.kit,) if mutant.kit else (*about, *names)), "operations")]
-        golden = f"{kit}golden"
         if mutant.backend == "cuda":
             first.insert(len(about), str(folder / "tests/backends/test_cuda_launch.py"))
-            older = Run((golden,), "cuda", "80")  # they round to 8 bits in integers
-            return Run(tuple(dict.fromkeys(first)), "cuda", "90"), older
+        tests, golden = tuple(dict.fromkeys(first)), f"{kit}golden"
+        if mutant.backend == "cuda":  # older GPUs round to 8 bits in integers
+            return Run(tests, "cuda", "90"), Run((golden,), "cuda", "80")
         if mutant.backend == "triton":
-            few = "golden or separate_calls or long_rows or without_a_bias or element_of"  # as in tox.ini
-            interpreted = Run((golden, f"{kit}operations", f"{kit}log_prob", "-k", few), "triton")
-            return interpreted, Run(tuple(dict.fromkeys(first)), "triton", "90")
-        return (Run(tuple(dict.fromkeys(first)), mutant.backend),)
+            tox = ConfigParser(interpolation=None)
+            tox.read(folder / "tox.ini")
+            few = (golden, f"{kit}operations", f"{kit}log_prob", "-k", tox["interpreted"]["few"])
+            return Run(few, "triton"), Run(tests, "triton", "90")
+        return (Run(tests, mutant.backend),)
     first = [kit + name for name in ("forward", "rows_and_fusion", "golden", "gradients")]
     never = ("test_install.py", "test_mutations.py")  # the second would notice the change of the text itself
     others = [path for path in sorted(folder.glob("tests/*/test_*.py")) if path.name not in never]
